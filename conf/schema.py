@@ -1,0 +1,152 @@
+"""The shape of a run's configuration: one dataclass a group, a docstring per field.
+
+Hydra composes YAML into these (see `conf.compose`); rules that span fields are in `conf.check`. Not
+frozen, because OmegaConf refuses every override of a frozen schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class DType(str, Enum):
+    """Number format of weights and activations."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class DraftKind(str, Enum):
+    """What guesses tokens."""
+
+    none = "none"
+    """Nothing: plain autoregressive decoding."""
+    model = "model"
+    """Another model with the same vocabulary, `draft.path`."""
+    layers = "layers"
+    """The target's own first `draft.layers` layers and its head."""
+    ngram = "ngram"
+    """Look-up of the last few tokens in prompt and output."""
+
+
+class FanOut(str, Enum):
+    """How the branch budget is shared between the outcomes."""
+
+    uniform = "uniform"
+    geometric = "geometric"
+    calibrated = "calibrated"
+
+
+class Backup(str, Enum):
+    """What drafts after a miss."""
+
+    sequential = "sequential"
+    ngram = "ngram"
+    random = "random"
+    auto = "auto"
+
+
+class Verification(str, Enum):
+    """The rule by which the target accepts proposed tokens."""
+
+    coupled = "coupled"
+    rejection = "rejection"
+
+
+class PlanMode(str, Enum):
+    """Whether depth, tree and budget are chosen online."""
+
+    fixed = "fixed"
+    auto = "auto"
+
+
+@dataclass
+class ModelConfig:
+    """The target model."""
+
+    name: str = "demo"
+    """Which file of the `model` group this is: `demo` (built in) or `custom` (`model.path` names it)."""
+    path: str | None = None
+    """Hugging Face id, local folder, or .gguf file. None: the built-in demo model."""
+    dtype: DType = DType.bfloat16
+    """Format the forward runs in, target and draft alike."""
+    max_context: int = 8192
+    """Most tokens (prompt and output) of one request; cut to what the model supports."""
+
+
+@dataclass
+class PlacementConfig:
+    """Which cores each stage owns. Core numbers count within the cores this process may use."""
+
+    name: str = "cpu_split"
+    """`cpu_split`: the target has cores of its own. `cpu_shared`: everything may use every core."""
+    target_cores: int | None = None
+    """Cores of the target. None: `cpu_split` half of the cores, at least one; `cpu_shared` all."""
+    draft_cores: int | None = None
+    """Cores shared by the draft and the small stages. None: the remaining cores, or all."""
+    page_size: int = 16
+    """Tokens in one page of the KV caches."""
+
+
+@dataclass
+class TreeConfig:
+    """Shape of the proposals."""
+
+    widths: list[int] | None = None
+    """Children per node at each depth. None: a chain of `speculation.depth`."""
+
+
+@dataclass
+class DraftConfig:
+    """The draft."""
+
+    kind: DraftKind = DraftKind.none
+    path: str | None = None
+    """For kind `model`: Hugging Face id, local folder, or .gguf file."""
+    layers: int | None = None
+    """For kind `layers`: how many of the target's first layers to keep."""
+
+
+@dataclass
+class SpeculationConfig:
+    """How tokens are guessed and outcomes are prepared."""
+
+    prepare_outcomes: bool = False
+    """Draft continuations of the likely outcomes while the target verifies: speculative speculative decoding."""
+    depth: int = 4
+    """K: tokens in a drafted chain."""
+    budget: int = 16
+    """B: outcomes prepared per round and request."""
+    fan_out: FanOut = FanOut.uniform
+    backup: Backup = Backup.sequential
+    verification: Verification = Verification.coupled
+    saguaro_c: float | None = None
+    """C of Saguaro sampling; belongs to the rejection rule."""
+    plan: PlanMode = PlanMode.fixed
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+
+
+@dataclass
+class RunConfig:
+    """Everything a run needs, after composition. The prompts are not part of it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    max_tokens: int = 128
+    """Most tokens to generate per request."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: a fresh one per request, returned with the answer."""
+    chat: bool | None = None
+    """Apply the model's chat template. None: if the model has one."""
+    max_requests: int = 1
+    """Requests that share each round."""

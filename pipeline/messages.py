@@ -1,0 +1,297 @@
+"""Every message that crosses between stages: tagged, frozen, and typed by its receiver.
+
+Words used here, once and for all:
+
+committed tokens   prompt and output that can no longer change; the last one is the *root* of the
+                   next round.
+round              one target forward that commits tokens. Round 0 is the prefill, with an empty proposal.
+proposal           a token tree under the root. `token_ids[i]` has parent `parents[i]`, an index
+                   smaller than i, or -1 for the root. A chain of K is the linear case.
+outcome            (accepted_node, bonus_token): the deepest accepted node (-1 = none) and the token that
+                   the target puts after it.
+branch             a predicted outcome with the continuation drafted for it.
+hit                the outcome was in the speculation cache with at least one drafted token after it.
+
+`round_id` and `committed_len` travel in every round message and are checked on arrival, so that a
+late or repeated message fails loudly and never as wrong text. Times are `time.monotonic_ns()`, which
+all processes of one host share. Tensors do not travel: see `pipeline.tensor_pool.TensorRef`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from pipeline.tensor_pool import TensorRef
+
+
+class StageName(str, Enum):
+    """The five stages, and the frontend (command line, `Engine`) that they answer to."""
+
+    TOKENIZER = "tokenizer"
+    SPECULATOR = "draft-speculator"
+    PREDICTOR = "outcome-predictor"
+    VERIFIER = "target-verifier"
+    DETOKENIZER = "detokenizer"
+    FRONTEND = "frontend"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one request is sampled. Every field is resolved: the frontend draws a seed where none was given."""
+
+    max_tokens: int
+    """Most tokens to generate, at least 1."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
+    seed: int
+    """0 <= seed < 2**63."""
+
+
+class ChatTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token; it is in the token ids, not in the text."""
+    LENGTH = "length"
+    """`max_tokens` or the context limit."""
+    CANCELLED = "cancelled"
+
+
+class ProposalSource(str, Enum):
+    """Where a proposal came from."""
+
+    DRAFT = "draft"
+    """Drafted after the outcome was known, as linear speculation always does."""
+    HIT = "hit"
+    """Served from the speculation cache."""
+    BACKUP = "backup"
+    """The outcome was not in the cache; drafted by the backup."""
+
+
+# --- to the tokenizer ---------------------------------------------------------------------------------
+
+
+class SubmitRequest(Message):
+    """A new request. Exactly one of `prompt` (raw text) and `chat` (turns for the template) is given."""
+
+    request_id: str
+    prompt: str | None = None
+    chat: list[ChatTurn] | None = None
+    sampling: Sampling
+    submitted_ns: int
+
+
+class CancelRequest(Message):
+    """Drop a request. Sent to the tokenizer, which passes it on, so that it never overtakes its request.
+
+    Unknown ids are ignored.
+    """
+
+    request_id: str
+
+
+# --- to the verifier ----------------------------------------------------------------------------------
+
+
+class TokenizedRequest(Message):
+    """A request whose prompt is token ids; from the tokenizer."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    submitted_ns: int
+
+
+class Proposal(Message):
+    """What the target shall verify in round `round_id`; from the speculator. May be empty."""
+
+    request_id: str
+    round_id: int
+    committed_len: int
+    token_ids: list[int]
+    parents: list[int]
+    source: ProposalSource
+    ready_length: int
+    """Drafted tokens that were ready below this outcome, before any cut to what the request still needs."""
+    draft_spans: list[tuple[int, int]]
+    """When the draft computed for this request since its last proposal: (start, end) in ns, ascending."""
+
+
+# --- to the speculator (and some to the predictor) ----------------------------------------------------
+
+
+class BeginDraft(Message):
+    """A request was admitted; draft for it. Sent when the target starts its prefill."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    max_len: int
+    """Most committed tokens this request can reach: prompt and output."""
+
+
+class Outcome(Message):
+    """What the target decided in round `round_id`; to speculator and predictor."""
+
+    request_id: str
+    round_id: int
+    committed_len: int
+    """Committed tokens after this round, the bonus included."""
+    accepted_node: int
+    bonus_token: int
+    num_accepted: int
+    """Depth of `accepted_node`: 0 when nothing was accepted."""
+    num_proposed: int
+    """Nodes of the verified proposal."""
+
+
+class EndDraft(Message):
+    """The request is over; forget it."""
+
+    request_id: str
+
+
+class Plan(Message):
+    """Which outcomes of round `round_id` to prepare, most probable first; from the predictor."""
+
+    request_id: str
+    round_id: int
+    nodes: list[int]
+    """Accepted node of each outcome, -1 for the root."""
+    token_ids: list[int]
+    """Bonus token of each outcome."""
+
+
+# --- to the predictor ---------------------------------------------------------------------------------
+
+
+class Candidates(Message):
+    """The draft's likeliest tokens after the root and after every node of the submitted proposal.
+
+    Row 0 of the tensors is the root, row i + 1 is node i. Rows hold candidates best first, padded with
+    id -1.
+    """
+
+    request_id: str
+    round_id: int
+    token_ids: list[int]
+    parents: list[int]
+    candidate_ids: TensorRef
+    """[rows, width] int32."""
+    candidate_scores: TensorRef
+    """[rows, width] float32: log q + g, the perturbed draft logits."""
+
+
+# --- to the detokenizer -------------------------------------------------------------------------------
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures of one finished request. Undefined ones are None, never NaN.
+
+    acceptance *length* counts the bonus token, acceptance *rate* does not.
+    """
+
+    num_rounds: int
+    """Target forwards that committed tokens, the prefill included."""
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+    """Proposed tokens that were emitted, after truncation."""
+    acceptance_length: float | None
+    """Output tokens per round."""
+    acceptance_rate: float | None
+    """Accepted over proposed nodes."""
+    cache_hits: int | None
+    cache_misses: int | None
+    hit_rate: float | None
+    mean_ready_length: float | None
+    """Mean drafted tokens that were ready on a hit."""
+    ttft_ms: float
+    """From submission to the first committed token."""
+    decode_seconds: float | None
+    """Wall time from the end of the prefill to the last commit, waits included."""
+    tokens_per_second: float | None
+    """Tokens committed after the prefill, per decode second."""
+    target_compute_ms: float
+    """Time in the target's forwards, choices and KV moves after the prefill."""
+    target_wait_ms: float
+    """Time the target stood idle for this request's next proposal."""
+    draft_wait_ms: float
+    """The part of `target_wait_ms` in which the draft was computing."""
+    overlap_ms: float
+    """Time in which the draft computed while the target verified."""
+    overhead_ms: float
+    """Decode wall time that is neither target compute nor waiting for a draft step."""
+
+
+class Committed(Message):
+    """Tokens that can no longer change; from the verifier. The last one of a request carries its end."""
+
+    request_id: str
+    round_id: int
+    token_ids: list[int]
+    num_accepted: int
+    """How many of `token_ids` came from the proposal."""
+    source: ProposalSource | None
+    """Where the proposal of this round came from; None for the prefill and without speculation."""
+    num_prompt_tokens: int
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+    """Given exactly when `finish_reason` is."""
+
+
+# --- to the frontend ----------------------------------------------------------------------------------
+
+
+class TextBlock(Message):
+    """Text of one committed block, ready to show: one message per block, whatever its length."""
+
+    request_id: str
+    text: str
+    """May be empty while a character is incomplete."""
+    token_ids: list[int]
+    source: ProposalSource | None
+
+
+class RequestFinished(Message):
+    """A request is complete; every `TextBlock` of it was sent before."""
+
+    request_id: str
+    finish_reason: FinishReason
+    text: str
+    """The whole text, equal to the sum of the blocks."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    metrics: RequestMetrics
+
+
+class RequestFailed(Message):
+    """A request could not be served; it failed alone."""
+
+    request_id: str
+    reason: str
+
+
+TokenizerMessage = SubmitRequest | CancelRequest
+VerifierMessage = TokenizedRequest | Proposal | CancelRequest
+SpeculatorMessage = BeginDraft | Outcome | Plan | EndDraft
+PredictorMessage = Candidates | Outcome | EndDraft
+DetokenizerMessage = Committed
+FrontendMessage = TextBlock | RequestFinished | RequestFailed
