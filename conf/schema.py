@@ -103,6 +103,7 @@ class DraftConfig:
     """The draft."""
 
     kind: DraftKind = DraftKind.none
+    """What guesses tokens: another model, the target's first layers, a look-up in the text, or nothing."""
     path: str | None = None
     """For kind `model`: Hugging Face id, local folder, or .gguf file."""
     layers: int | None = None
@@ -114,17 +115,21 @@ class SpeculationConfig:
     """How tokens are guessed and outcomes are prepared."""
 
     prepare_outcomes: bool = False
-    """Draft continuations of the likely outcomes while the target verifies: speculative speculative decoding."""
+    """Draft continuations of the likely outcomes while the target verifies (SSD)."""
     depth: int = 4
     """K: tokens in a drafted chain."""
     budget: int = 16
     """B: outcomes prepared per round and request."""
     fan_out: FanOut = FanOut.uniform
+    """How the budget is shared between the outcomes."""
     backup: Backup = Backup.sequential
+    """What drafts after an outcome that was not prepared."""
     verification: Verification = Verification.coupled
+    """The rule by which the target accepts proposed tokens."""
     saguaro_c: float | None = None
     """C of Saguaro sampling; belongs to the rejection rule."""
     plan: PlanMode = PlanMode.fixed
+    """`fixed`: depth, budget and tree as given."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
 
@@ -141,9 +146,11 @@ class RunConfig:
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int = 0
-    """0 keeps every token."""
+    """Keep the k likeliest tokens; 0 keeps every token."""
     top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities reach top_p; 1 keeps every token."""
     min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
     seed: int | None = None
     """None: a fresh one per request, returned with the answer."""
     chat: bool | None = None

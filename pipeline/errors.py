@@ -1,15 +1,14 @@
 """The four error classes, told apart by consequence: who has to act, and what still runs afterwards.
 
-Every message says what was expected, what came, and what to change.
+Every message says what was expected, what came, and what to change. `ConfigError` and the common base are
+defined in `conf.errors`, below this package; import them from here.
 """
 
+from __future__ import annotations
 
-class EngineError(Exception):
-    """Base of everything the engine raises on purpose."""
+from conf.errors import ConfigError, EngineError
 
-
-class ConfigError(EngineError):
-    """The configuration cannot work. Raised before anything runs; the user changes a key."""
+__all__ = ["ConfigError", "EngineDead", "EngineError", "ProtocolError", "RequestError", "StaleTensor"]
 
 
 class RequestError(EngineError):

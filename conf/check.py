@@ -1,0 +1,152 @@
+"""The rules that a configuration must keep beyond its types: ranges, and keys that need one another.
+
+Every rule raises one `ConfigError` of the form `key=value: expected ...; what to change`. A value that
+belongs to later work is refused here by name, so that it never quietly does something else. Looks at
+nothing but the configuration and the number of cores: whether a model exists is found out when it is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from conf.errors import ConfigError
+from conf.schema import (
+    Backup,
+    DraftKind,
+    FanOut,
+    ModelConfig,
+    PlacementConfig,
+    PlanMode,
+    RunConfig,
+    SpeculationConfig,
+    Verification,
+)
+
+MAX_SEED = 2**63 - 1
+"""Largest seed; seeds travel as signed 64-bit numbers."""
+
+
+def check(config: RunConfig, *, available_cores: int | None = None) -> None:
+    """Raise `ConfigError` for the first rule that `config` breaks.
+
+    available_cores: cores this process may use; None asks the operating system.
+    """
+    if available_cores is None:
+        available_cores = len(os.sched_getaffinity(0))
+    _check_requests(config)
+    _check_model(config.model)
+    _check_placement(config.placement, available_cores)
+    _check_later_work(config.speculation)
+    _check_speculation(config.speculation)
+    _check_draft(config.speculation)
+
+
+def _check_requests(config: RunConfig) -> None:
+    _at_least("max_tokens", config.max_tokens, 1)
+    if not (math.isfinite(config.temperature) and config.temperature >= 0):
+        raise ConfigError(
+            f"temperature={config.temperature}: expected a finite number of at least 0; 0 is greedy"
+        )
+    _at_least("top_k", config.top_k, 0, advice="0 keeps every token")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p={config.top_p}: expected more than 0 and at most 1; 1 keeps every token")
+    if not 0 <= config.min_p <= 1:
+        raise ConfigError(f"min_p={config.min_p}: expected 0 to 1; 0 drops no token")
+    if config.seed is not None and not 0 <= config.seed <= MAX_SEED:
+        raise ConfigError(f"seed={config.seed}: expected 0 to {MAX_SEED}; leave it out for a fresh one")
+    _at_least("max_requests", config.max_requests, 1, advice="1 answers one prompt after the other")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.name == "custom" and model.path is None:
+        raise ConfigError("model=custom: expected model.path=ID|FOLDER|FILE.gguf beside it; add it")
+    _not_blank("model.path", model.path)
+    _at_least("model.max_context", model.max_context, 2, advice="a prompt token and an answer token")
+
+
+def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
+    target, draft = placement.target_cores, placement.draft_cores
+    for key, cores in (("placement.target_cores", target), ("placement.draft_cores", draft)):
+        if cores is not None and not 1 <= cores <= available_cores:
+            raise ConfigError(
+                f"{key}={cores}: expected 1 to {available_cores}, the cores this process may use; lower it"
+            )
+    needed = (target or 1) + (draft or 1)
+    is_given = target is not None or draft is not None
+    if placement.name == "cpu_split" and is_given and needed > available_cores:
+        raise ConfigError(
+            f"placement.target_cores={target} and placement.draft_cores={draft}: expected a sum of at most "
+            f"{available_cores}, the cores this process may use, with one left for each side; lower one, "
+            "or choose placement=cpu_shared"
+        )
+    _at_least("placement.page_size", placement.page_size, 1)
+
+
+def _check_later_work(speculation: SpeculationConfig) -> None:
+    if speculation.fan_out is FanOut.calibrated:
+        _refuse_later("speculation.fan_out", "calibrated", "uniform or geometric")
+    if speculation.backup is not Backup.sequential:
+        _refuse_later("speculation.backup", speculation.backup.name, "sequential")
+    if speculation.verification is not Verification.coupled:
+        _refuse_later("speculation.verification", speculation.verification.name, "coupled")
+    if speculation.saguaro_c is not None:
+        _refuse_later("speculation.saguaro_c", str(speculation.saguaro_c), "null")
+    if speculation.tree.widths is not None:
+        _refuse_later("speculation.tree.widths", str(speculation.tree.widths), "null")
+    if speculation.plan is not PlanMode.fixed:
+        _refuse_later("speculation.plan", speculation.plan.name, "fixed")
+
+
+def _check_speculation(speculation: SpeculationConfig) -> None:
+    no_draft = "conf=autoregressive decodes without a draft"
+    _at_least("speculation.depth", speculation.depth, 1, advice=no_draft)
+    if speculation.prepare_outcomes:
+        advice = "conf=speculative prepares no outcomes"
+        _at_least("speculation.budget", speculation.budget, 1, advice=advice)
+
+
+def _check_draft(speculation: SpeculationConfig) -> None:
+    draft = speculation.draft
+    if draft.kind is DraftKind.none and speculation.prepare_outcomes:
+        raise ConfigError(
+            "speculation.draft.kind=none: expected model, layers or ngram, because "
+            "speculation.prepare_outcomes=true needs a draft; conf=autoregressive decodes without one"
+        )
+    if draft.kind is DraftKind.model and draft.path is None:
+        raise ConfigError(
+            "speculation.draft.kind=model: expected speculation.draft.path=ID|FOLDER|FILE.gguf beside it; "
+            "add it"
+        )
+    if draft.kind is not DraftKind.model and draft.path is not None:
+        _refuse_without_kind("speculation.draft.path", draft.path, draft.kind, "model")
+    _not_blank("speculation.draft.path", draft.path)
+    if draft.kind is DraftKind.layers:
+        if draft.layers is None:
+            raise ConfigError(
+                "speculation.draft.kind=layers: expected speculation.draft.layers=N beside it; add it"
+            )
+        _at_least("speculation.draft.layers", draft.layers, 1)
+    elif draft.layers is not None:
+        _refuse_without_kind("speculation.draft.layers", str(draft.layers), draft.kind, "layers")
+
+
+def _at_least(key: str, value: int, least: int, *, advice: str = "raise it") -> None:
+    if value < least:
+        raise ConfigError(f"{key}={value}: expected at least {least}; {advice}")
+
+
+def _not_blank(key: str, path: str | None) -> None:
+    if path is not None and not path.strip():
+        raise ConfigError(f"{key}={path}: expected ID|FOLDER|FILE.gguf; it is empty")
+
+
+def _refuse_later(key: str, value: str, available: str) -> None:
+    raise ConfigError(f"{key}={value}: not available yet; expected {available}")
+
+
+def _refuse_without_kind(key: str, value: str, kind: DraftKind, needed: str) -> None:
+    raise ConfigError(
+        f"{key}={value}: expected speculation.draft.kind={needed} beside it, and the run has "
+        f"{kind.name}; set speculation.draft.kind={needed} or leave the key out"
+    )

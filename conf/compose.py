@@ -1,0 +1,173 @@
+"""Composes the arguments of a command line into a `RunConfig`, with Hydra's compose API.
+
+    defaults of `conf.schema`  <  conf/GROUP/NAME.yaml  <  the named run conf/conf/NAME.yaml  <  key=value
+
+The compose API and not `@hydra.main`: no `outputs/` folder appears, paths stay relative to the caller, and
+every mistake comes out as one `ConfigError` that names the key. What may stand in a value, and which keys
+go together, is for `conf.check` to say. Knows nothing about prompts: the command line takes those out first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import ConfigError
+from conf.keys import GROUPS, all_keys
+from conf.schema import DraftKind, RunConfig
+
+_FOLDER = Path(__file__).resolve().parent
+
+_PATH_KEYS = ("model.path", "speculation.draft.path")
+"""Keys whose value is taken as it stands: a path may hold what Hydra's grammar gives a meaning to."""
+
+_LATER_RUNS = ("tree", "saguaro_tree")
+"""Named runs that are planned but not built."""
+
+
+def compose(arguments: Sequence[str] = ()) -> RunConfig:
+    """Compose `key=value` arguments, each a key of the schema or a group, into a configuration.
+
+    Two short forms: `model.path=X` alone means `model=custom`, and `speculation.draft.path=X` or
+    `speculation.draft.layers=N` alone chooses the draft kind that it belongs to, where the run has a draft.
+
+    Raises `ConfigError` for an unknown key, group file or named run, and for a value of the wrong type.
+    """
+    given = _parse(arguments)
+    _check_names(given)
+    paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
+    if "model.path" in paths:
+        _choose_custom_model(given)
+    config = _compose_with_hydra(given)
+    _set_paths(config, paths)
+    _settle_draft(config, given={*given, *paths})
+    return config
+
+
+def options_of(group: str) -> list[str]:
+    """The names that `GROUP=NAME` accepts, sorted."""
+    return sorted(file.stem for file in (_FOLDER / group).glob("*.yaml"))
+
+
+def description_of(group: str, name: str) -> str:
+    """The comment at the head of a group file, in one line."""
+    lines = (_FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    return " ".join(line for line in comments if not line.startswith("@package"))
+
+
+def _parse(arguments: Sequence[str]) -> dict[str, str]:
+    """Split `key=value` arguments; of a key given twice the last counts, as Hydra has it."""
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator:
+            raise ConfigError(
+                f"{argument!r}: expected key=value, for example max_tokens=64; --help lists the keys"
+            )
+        given[key] = value
+    return given
+
+
+def _check_names(given: Mapping[str, str]) -> None:
+    known = all_keys()
+    for key, value in given.items():
+        if key in GROUPS:
+            _check_option(key, value)
+        elif key in ("model.name", "placement.name"):
+            group = key.partition(".")[0]
+            raise ConfigError(f"{key}={value}: this key follows from {group}=NAME; give that instead")
+        elif key not in known:
+            candidates = [*known, *GROUPS, "prompt", "prompts_file", "output"]
+            near = _same_last_part(key, candidates) or difflib.get_close_matches(key, candidates, n=1)
+            advice = f"did you mean {near[0]}?" if near else "--help lists the keys"
+            raise ConfigError(f"{key}={value}: there is no key {key!r}; {advice}")
+
+
+def _check_option(group: str, name: str) -> None:
+    if name in (options := options_of(group)):
+        return
+    if group == "conf" and name in _LATER_RUNS:
+        raise ConfigError(f"conf={name}: this run is not available yet; available: {', '.join(options)}")
+    near = difflib.get_close_matches(name, options, n=1)
+    advice = f"did you mean {near[0]}? " if near else ""
+    what = "named run" if group == "conf" else group
+    hint = "; a model of your own is given as model.path=ID|FOLDER|FILE.gguf" if group == "model" else ""
+    raise ConfigError(
+        f"{group}={name}: there is no {what} {name!r}; {advice}available: {', '.join(options)}{hint}"
+    )
+
+
+def _same_last_part(key: str, candidates: Sequence[str]) -> list[str]:
+    """Candidates that end like `key`: who types `depth` means `speculation.depth`."""
+    last = key.rpartition(".")[2]
+    return [candidate for candidate in candidates if candidate.rpartition(".")[2] == last]
+
+
+def _choose_custom_model(given: dict[str, str]) -> None:
+    if given.setdefault("model", "custom") == "demo":
+        raise ConfigError("model=demo and model.path exclude each other; leave out model=demo")
+
+
+def _compose_with_hydra(given: Mapping[str, str]) -> RunConfig:
+    # The store is Hydra's own registry, keyed by name: storing the same schema again changes nothing.
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    # Both names are Hydra's globals; a program that uses Hydra itself must get its own state back.
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(_FOLDER), version_base="1.3"):
+            composed = hydra.compose("config", [f"{key}={value}" for key, value in given.items()])
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _in_our_words(error, given) from None
+    finally:
+        GlobalHydra.instance().hydra = outer
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _in_our_words(error: Exception, given: Mapping[str, str]) -> ConfigError:
+    """Name the key whose value was refused, and what it expects."""
+    keys = all_keys()
+    for cause in (error.__cause__, error):
+        key = getattr(cause, "full_key", None)
+        if key in keys and key in given:
+            return ConfigError(f"{key}={given[key]}: expected {keys[key].expects}")
+    # Syntax errors carry no key, but quote the argument that they are about.
+    for key, value in given.items():
+        if f"{key}={value}" in str(error):
+            expects = keys[key].expects if key in keys else "the name of a file"
+            return ConfigError(f"{key}={value}: expected {expects}")
+    return ConfigError(" ".join(str(error).split()))
+
+
+def _set_paths(config: RunConfig, paths: Mapping[str, str]) -> None:
+    for key, value in paths.items():
+        path = None if value == "null" else value
+        if key == "model.path":
+            config.model.path = path
+        else:
+            config.speculation.draft.path = path
+
+
+def _settle_draft(config: RunConfig, *, given: set[str]) -> None:
+    """Choose the draft kind that a lone path or layer count implies; drop what the named run leaves over."""
+    draft = config.speculation.draft
+    if "speculation.draft.kind" not in given and draft.kind is not DraftKind.none:
+        if "speculation.draft.path" in given and draft.path is not None:
+            draft.kind = DraftKind.model
+        elif "speculation.draft.layers" in given and draft.layers is not None:
+            draft.kind = DraftKind.layers
+    if draft.kind is not DraftKind.layers and "speculation.draft.layers" not in given:
+        draft.layers = None
+    if draft.kind is not DraftKind.model and "speculation.draft.path" not in given:
+        draft.path = None
