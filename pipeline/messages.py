@@ -89,7 +89,7 @@ class ProposalSource(str, Enum):
 # --- to the tokenizer ---------------------------------------------------------------------------------
 
 
-class SubmitRequest(Message, kw_only=True):
+class SubmitRequest(Message, frozen=True, kw_only=True):
     """A new request. Exactly one of `prompt` (raw text) and `chat` (turns for the template) is given."""
 
     request_id: str
@@ -99,7 +99,7 @@ class SubmitRequest(Message, kw_only=True):
     submitted_ns: int
 
 
-class CancelRequest(Message, kw_only=True):
+class CancelRequest(Message, frozen=True, kw_only=True):
     """Drop a request. Sent to the tokenizer, which passes it on, so that it never overtakes its request.
 
     Unknown ids are ignored.
@@ -111,7 +111,7 @@ class CancelRequest(Message, kw_only=True):
 # --- to the verifier ----------------------------------------------------------------------------------
 
 
-class TokenizedRequest(Message, kw_only=True):
+class TokenizedRequest(Message, frozen=True, kw_only=True):
     """A request whose prompt is token ids; from the tokenizer."""
 
     request_id: str
@@ -120,7 +120,7 @@ class TokenizedRequest(Message, kw_only=True):
     submitted_ns: int
 
 
-class Proposal(Message, kw_only=True):
+class Proposal(Message, frozen=True, kw_only=True):
     """What the target shall verify in round `round_id`; from the speculator. May be empty."""
 
     request_id: str
@@ -138,7 +138,7 @@ class Proposal(Message, kw_only=True):
 # --- to the speculator (and some to the predictor) ----------------------------------------------------
 
 
-class BeginDraft(Message, kw_only=True):
+class BeginDraft(Message, frozen=True, kw_only=True):
     """A request was admitted; draft for it. Sent when the target starts its prefill."""
 
     request_id: str
@@ -148,7 +148,7 @@ class BeginDraft(Message, kw_only=True):
     """Most committed tokens this request can reach: prompt and output."""
 
 
-class Outcome(Message, kw_only=True):
+class Outcome(Message, frozen=True, kw_only=True):
     """What the target decided in round `round_id`; to speculator and predictor."""
 
     request_id: str
@@ -163,13 +163,13 @@ class Outcome(Message, kw_only=True):
     """Nodes of the verified proposal."""
 
 
-class EndDraft(Message, kw_only=True):
+class EndDraft(Message, frozen=True, kw_only=True):
     """The request is over; forget it."""
 
     request_id: str
 
 
-class Plan(Message, kw_only=True):
+class Plan(Message, frozen=True, kw_only=True):
     """Which outcomes of round `round_id` to prepare, most probable first; from the predictor."""
 
     request_id: str
@@ -183,7 +183,7 @@ class Plan(Message, kw_only=True):
 # --- to the predictor ---------------------------------------------------------------------------------
 
 
-class Candidates(Message, kw_only=True):
+class Candidates(Message, frozen=True, kw_only=True):
     """The draft's likeliest tokens after the root and after every node of the submitted proposal.
 
     Row 0 of the tensors is the root, row i + 1 is node i. Rows hold candidates best first, padded with
@@ -241,7 +241,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Decode wall time that is neither target compute nor waiting for a draft step."""
 
 
-class Committed(Message, kw_only=True):
+class Committed(Message, frozen=True, kw_only=True):
     """Tokens that can no longer change; from the verifier. The last one of a request carries its end."""
 
     request_id: str
@@ -260,7 +260,7 @@ class Committed(Message, kw_only=True):
 # --- to the frontend ----------------------------------------------------------------------------------
 
 
-class TextBlock(Message, kw_only=True):
+class TextBlock(Message, frozen=True, kw_only=True):
     """Text of one committed block, ready to show: one message per block, whatever its length."""
 
     request_id: str
@@ -270,7 +270,7 @@ class TextBlock(Message, kw_only=True):
     source: ProposalSource | None
 
 
-class RequestFinished(Message, kw_only=True):
+class RequestFinished(Message, frozen=True, kw_only=True):
     """A request is complete; every `TextBlock` of it was sent before."""
 
     request_id: str
@@ -282,7 +282,7 @@ class RequestFinished(Message, kw_only=True):
     metrics: RequestMetrics
 
 
-class RequestFailed(Message, kw_only=True):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """A request could not be served; it failed alone."""
 
     request_id: str
