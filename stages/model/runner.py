@@ -1,0 +1,76 @@
+"""Runs forwards of one model: one verb, `forward`. Owns the model's KV cache and its decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention import plan_visibility
+from stages.model.batch import ForwardBatch, SequenceRows
+from stages.model.decoder import Decoder, SequencePlan
+from stages.model.pages import KVCache
+from stages.model.shape import ModelShape
+from stages.model.weights import ModelWeights
+
+
+class ModelRunner:
+    """A model with its KV cache. Keeps packed copies of the weights: drop the `LoadedModel` afterwards."""
+
+    def __init__(
+        self,
+        *,
+        shape: ModelShape,
+        weights: ModelWeights,
+        num_slots: int,
+        page_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """num_slots: KV slots of all requests together. dtype: that of the weights."""
+        assert weights.embed.dtype == dtype, f"weights are {weights.embed.dtype}, expected {dtype}"
+        device = weights.embed.device
+        self.shape = shape
+        self.kv = KVCache(shape=shape, num_slots=num_slots, page_size=page_size, dtype=dtype, device=device)
+        self._dtype = dtype
+        self._device = device
+        # No request can be at a position beyond its slots.
+        self._num_positions = min(shape.max_position, self.kv.num_pages * page_size)
+        self._decoder = Decoder(shape=shape, weights=weights, dtype=dtype, num_positions=self._num_positions)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute the batch and write its keys and values.
+
+        Returns logits [R, vocab], float32 (float64 when the model runs in float64).
+        """
+        batch.check(vocab_size=self.shape.vocab_size, max_position=self._num_positions)
+        logit_rows = batch.logit_rows
+        logits = self._decoder.forward(
+            torch.tensor(batch.token_ids, device=self._device),
+            torch.tensor(batch.positions, device=self._device),
+            self._plan(batch.sequences),
+            self.kv,
+            None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64, device=self._device),
+        )
+        return logits if self._dtype == torch.float64 else logits.float()
+
+    def _plan(self, sequences: list[SequenceRows]) -> list[SequencePlan]:
+        plans, start = [], 0
+        for sequence in sequences:
+            end = start + sequence.num_rows
+            visibility = plan_visibility(
+                num_rows=sequence.num_rows,
+                length=sequence.prefix_len + sequence.tail_len,
+                mask=sequence.mask,
+                group_size=self.shape.group_size,
+                dtype=self._dtype,
+            )
+            plans.append(
+                SequencePlan(
+                    rows=slice(start, end),
+                    kv=sequence.kv,
+                    write_slots=self.kv.locate(sequence.kv, sequence.write_slots),
+                    visibility=visibility,
+                )
+            )
+            start = end
+        return plans
