@@ -1,0 +1,63 @@
+"""One request as the speculator sees it: its tree, its round, and what it does next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pipeline.messages import ProposalSource
+from stages.draft_speculator.draft_tree import DraftTree
+
+
+class Phase(Enum):
+    """What a request is doing. Only DRAFTING keeps the target waiting."""
+
+    READING = "reads the prompt"
+    DRAFTING = "drafts the proposal that the target waits for"
+    GLUING = "reads what it proposed, to know what may follow"
+    PLANNING = "waits for the predictor's plan"
+    BRANCHING = "drafts continuations of likely outcomes"
+    IDLE = "waits for the outcome"
+
+
+@dataclass(slots=True)
+class Branch:
+    """A predicted outcome being continued."""
+
+    tip: int
+    """Tree index of its last node, the bonus token at first."""
+    remaining: int
+    """Tokens still to draft behind the tip."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftRequest:
+    """Mutable state of one request; only the speculator touches it."""
+
+    request_id: str
+    tree: DraftTree
+    max_len: int
+    can_draft: bool
+    """False where the draft has no room for this request: it is answered with empty proposals."""
+    phase: Phase
+    round_id: int = 0
+    """The round whose proposal is with the target, or is being drafted."""
+    chain: list[int] = field(default_factory=list)
+    """Tree indices of the proposal being drafted."""
+    source: ProposalSource = ProposalSource.DRAFT
+    ready_length: int = 0
+    """Drafted tokens that were ready when the outcome came."""
+    branches: list[Branch] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """When the draft computed for this request since its last proposal, in ns."""
+
+    def useful_depth(self, committed_len: int, *, depth: int, max_position: int | None) -> int:
+        """Tokens worth proposing behind `committed_len` committed ones.
+
+        The target adds a bonus token to whatever it accepts, so the last token a request may get is never
+        worth a proposal. Token d behind the root is drafted by reading position committed_len - 2 + d.
+        """
+        useful = min(depth, self.max_len - committed_len - 1)
+        if max_position is not None:
+            useful = min(useful, max_position - committed_len + 1)
+        return max(useful, 0) if self.can_draft else 0

@@ -1,0 +1,49 @@
+"""What guesses tokens: the interface that a draft model, a look-up and the tests' scripted drafts share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.messages import BeginDraft
+from stages.draft_speculator.draft_tree import DraftTree, Rerooting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendJob:
+    """One request's share of a draft step: read `nodes`, and say what follows each from the root on."""
+
+    request_id: str
+    tree: DraftTree
+    nodes: list[int]
+    """Unread nodes, ascending. Every ancestor is read already, or in the list too."""
+
+
+class DraftSource(ABC):
+    """A draft. Requests are known by id between `begin` and `end`."""
+
+    max_position: int | None = None
+    """First position it cannot read; None where there is no limit."""
+
+    @abstractmethod
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
+        """Make room for a request whose tree holds at most `max_nodes` nodes behind its committed tokens.
+
+        Raises `RequestError` where there is none.
+        """
+
+    @abstractmethod
+    def extend(self, jobs: Sequence[ExtendJob]) -> None:
+        """One draft step for all jobs: read their nodes, set `is_read`, and `next_tokens` from the root on."""
+
+    @abstractmethod
+    def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:
+        """The tree was rerooted: move state along, before the tree drops its read prefix."""
+
+    @abstractmethod
+    def end(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Release what outlives requests."""

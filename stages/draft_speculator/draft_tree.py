@@ -1,0 +1,179 @@
+"""The draft's view of one request, as one token tree.
+
+Under the last committed token, the root, hang the submitted proposal and, below its nodes, the branches:
+predicted bonus tokens with the continuations drafted for them. An outcome names the branch that becomes
+true; its subtree then *is* the next proposal. Committed tokens that the draft has not read yet come
+before the root as a chain, so that prompt, catch-up, drafting and branch drafting are one operation:
+`DraftSource.extend` reads some nodes and says what may follow each of them.
+
+KV slot of node i: `prefix_len + i`, right behind the committed tokens that are read. Knows nothing about
+models, messages or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class NextTokens(Protocol):
+    """What may follow a node, as the draft sees it."""
+
+    def best(self) -> int | None:
+        """The likeliest token; None where the draft has no idea."""
+
+    def top(self, count: int) -> tuple[list[int], list[float]]:
+        """Up to `count` tokens, best first, with their scores log q + g."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerooting:
+    """What an outcome did to a tree: which KV moves where, and whether it was in the cache."""
+
+    is_cached: bool
+    """The bonus token was a branch; its drafted tokens, maybe none, are the new proposal."""
+    moved_from: list[int]
+    """KV slots, absolute."""
+    moved_to: list[int]
+
+
+class DraftTree:
+    """Nodes in parallel lists; a parent comes before its children. Nodes 0..root are committed tokens."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        """prompt: the committed tokens, at least one; none of them read."""
+        self.prefix_len = 0
+        """Committed tokens that are read and dropped from the lists."""
+        self.token_ids: list[int] = list(prompt)
+        self.parents: list[int] = list(range(-1, len(prompt) - 1))
+        self.next_tokens: list[NextTokens | None] = [None] * len(prompt)
+        """Known for nodes that are read, and were asked for."""
+        self.is_read: list[bool] = [False] * len(prompt)
+        self.root = len(prompt) - 1
+        self.proposal: list[int] = []
+        """Tree indices of the submitted proposal's nodes, in the order of the message."""
+        self.branches: dict[tuple[int, int], int] = {}
+        """The speculation cache of this round: (node of the proposal or -1, bonus token) -> tree index."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def committed_len(self) -> int:
+        """Committed tokens, the root included."""
+        return self.prefix_len + self.root + 1
+
+    def add(self, token_id: int, parent: int) -> int:
+        """Append an unread node under `parent`; returns its index."""
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.next_tokens.append(None)
+        self.is_read.append(False)
+        return len(self.token_ids) - 1
+
+    def position(self, node: int) -> int:
+        """Absolute position of a node's token."""
+        if node <= self.root:
+            return self.prefix_len + node
+        return self.position(self.root) + self.depth(node)
+
+    def depth(self, node: int) -> int:
+        """Steps from the root; 0 for the root."""
+        depth = 0
+        while node > self.root:
+            node = self.parents[node]
+            depth += 1
+        return depth
+
+    def ancestors(self, node: int) -> list[int]:
+        """The nodes below the root that lead to `node`, itself included, from the bottom up."""
+        path: list[int] = []
+        while node > self.root:
+            path.append(node)
+            node = self.parents[node]
+        return path
+
+    def unread_committed(self) -> list[int]:
+        """Committed tokens that the draft must read before anything below them."""
+        return [node for node in range(self.root + 1) if not self.is_read[node]]
+
+    def drop_read_prefix(self) -> None:
+        """Forget committed tokens before the root that are read: they are the dense prefix now."""
+        count = 0
+        while count < self.root and self.is_read[count]:
+            count += 1
+        if count == 0:
+            return
+        self.prefix_len += count
+        self.root -= count
+        del self.token_ids[:count], self.next_tokens[:count], self.is_read[:count]
+        self.parents = [max(parent - count, -1) for parent in self.parents[count:]]
+        self.proposal = [node - count for node in self.proposal]
+        self.branches = {key: node - count for key, node in self.branches.items()}
+
+    def submit(self, proposal: list[int]) -> None:
+        """These nodes, a tree under the root in parent-first order, go to the target."""
+        self.proposal = proposal
+
+    def proposal_parents(self) -> list[int]:
+        """Parents of the submitted nodes as the message names them."""
+        index_of = {node: index for index, node in enumerate(self.proposal)}
+        return [index_of.get(self.parents[node], -1) for node in self.proposal]
+
+    def proposal_node(self, index: int) -> int:
+        """Tree index of a node named as in messages; -1 is the root."""
+        return self.root if index < 0 else self.proposal[index]
+
+    def add_branch(self, accepted_index: int, bonus_token: int) -> int | None:
+        """Open a branch for an outcome. None if it is open already, or its bonus token is a proposed child.
+
+        A proposed child cannot be the bonus there: the target would have accepted it.
+        """
+        node = self.proposal_node(accepted_index)
+        is_proposed = any(
+            self.parents[child] == node and self.token_ids[child] == bonus_token for child in self.proposal
+        )
+        if is_proposed or (accepted_index, bonus_token) in self.branches:
+            return None
+        branch = self.add(bonus_token, node)
+        self.branches[accepted_index, bonus_token] = branch
+        return branch
+
+    def subtree(self, node: int) -> list[int]:
+        """All nodes below `node`, parents first."""
+        inside = {node}
+        below: list[int] = []
+        for child in range(node + 1, len(self)):
+            if self.parents[child] in inside:
+                inside.add(child)
+                below.append(child)
+        return below
+
+    def reroot(self, accepted_index: int, bonus_token: int) -> Rerooting:
+        """Commit the path to the accepted node and the bonus token; keep only what the outcome left true.
+
+        The bonus token becomes the root. If it was a branch, its subtree stays, else it is a new unread
+        node. The caller moves the KV as the result says.
+        """
+        accepted = self.proposal_node(accepted_index)
+        bonus = self.branches.get((accepted_index, bonus_token))
+        is_cached = bonus is not None
+        if bonus is None:
+            bonus = self.add(bonus_token, accepted)
+        committed = [*range(self.root + 1), *reversed(self.ancestors(bonus))]
+        kept = [*committed, *self.subtree(bonus)]
+        new_index = {old: new for new, old in enumerate(kept)}
+        moves = [(old, new) for new, old in enumerate(kept) if old != new and self.is_read[old]]
+        self.token_ids = [self.token_ids[old] for old in kept]
+        self.next_tokens = [self.next_tokens[old] for old in kept]
+        self.is_read = [self.is_read[old] for old in kept]
+        self.parents = [new_index.get(self.parents[old], -1) for old in kept]
+        self.root = len(committed) - 1
+        self.proposal = []
+        self.branches = {}
+        return Rerooting(
+            is_cached=is_cached,
+            moved_from=[self.prefix_len + old for old, _ in moves],
+            moved_to=[self.prefix_len + new for _, new in moves],
+        )

@@ -1,0 +1,53 @@
+"""Makes the draft that the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from conf.schema import DraftKind, RunConfig
+from pipeline.errors import ConfigError
+from stages.draft_speculator.draft_source import DraftSource
+from stages.draft_speculator.model_draft import ModelDraft
+from stages.draft_speculator.ngram_draft import NgramDraft
+from stages.model.runner import ModelRunner
+from stages.model.shape import read_shape
+from stages.model.weights import load_model
+from stages.vocabulary import check_same_vocabulary
+
+
+def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
+    """Load weights and size the KV cache. Raises `ConfigError` where target and draft do not fit.
+
+    max_nodes: uncommitted nodes of one request's tree.
+    """
+    draft = config.speculation.draft
+    if draft.kind is DraftKind.ngram:
+        return NgramDraft()
+    if config.model.path is None:
+        raise ConfigError("model.path is not resolved: expected a local folder, got none")
+    path = target_path = Path(config.model.path)
+    if draft.kind is DraftKind.model:
+        if draft.path is None:
+            raise ConfigError("speculation.draft.path is missing: draft.kind=model needs it")
+        path = Path(draft.path)
+        check_same_vocabulary(target_path, path)
+    target_shape = read_shape(target_path)
+    if draft.layers is not None and draft.layers > target_shape.num_layers:
+        raise ConfigError(
+            f"speculation.draft.layers={draft.layers}: the target has {target_shape.num_layers} layers; "
+            "choose fewer"
+        )
+    model = load_model(path, dtype=getattr(torch, config.model.dtype.value), num_layers=draft.layers)
+    page_size = config.placement.page_size
+    longest = min(config.model.max_context, target_shape.max_position, model.shape.max_position)
+    slots_per_request = -(-(longest + max_nodes) // page_size) * page_size
+    runner = ModelRunner(
+        shape=model.shape,
+        weights=model.weights,
+        num_slots=slots_per_request * config.max_requests,
+        page_size=page_size,
+        dtype=model.weights.embed.dtype,
+    )
+    return ModelDraft(runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size))

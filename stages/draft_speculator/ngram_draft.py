@@ -1,0 +1,130 @@
+"""Prompt look-up: what followed the last few tokens where they stood before, in prompt or output.
+
+Costs next to nothing, needs no weights, and is good where text repeats itself: summaries, code edits,
+lists. Source: the n-gram matching of "prompt lookup decoding", with counts kept for every continuation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kernels.noise import gumbel_noise
+from pipeline.messages import BeginDraft, Sampling
+from stages.draft_speculator.draft_source import DraftSource, ExtendJob
+from stages.draft_speculator.draft_tree import DraftTree, Rerooting
+
+_MAX_NGRAM = 4
+_MIN_NGRAM = 1
+
+
+class Continuations:
+    """`NextTokens` over a ranked list."""
+
+    __slots__ = ("_ids", "_scores")
+
+    def __init__(self, ids: list[int], scores: list[float]) -> None:
+        """ids, scores: best first; may be empty."""
+        self._ids = ids
+        self._scores = scores
+
+    def best(self) -> int | None:
+        """The likeliest continuation, None where the context never stood before."""
+        return self._ids[0] if self._ids else None
+
+    def top(self, count: int) -> tuple[list[int], list[float]]:
+        """Best first."""
+        return self._ids[:count], self._scores[:count]
+
+
+class NgramIndex:
+    """Continuations of every n-gram in the committed tokens of one request."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], dict[int, int]] = {}
+        """n-gram -> follower -> count; dicts keep the order in which followers were last seen."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens indexed so far."""
+        return len(self._tokens)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """More committed tokens."""
+        for token in token_ids:
+            for size in range(_MIN_NGRAM, min(_MAX_NGRAM, len(self._tokens)) + 1):
+                followers = self._followers.setdefault(tuple(self._tokens[-size:]), {})
+                followers[token] = followers.pop(token, 0) + 1
+            self._tokens.append(token)
+
+    def tail(self, count: int) -> list[int]:
+        """The last `count` committed tokens."""
+        return self._tokens[-count:] if count else []
+
+    def followers(self, context: Sequence[int]) -> dict[int, int]:
+        """Counts of what followed the longest suffix of `context` that stood before; empty if none did.
+
+        Later entries were seen more recently.
+        """
+        for size in range(min(_MAX_NGRAM, len(context)), _MIN_NGRAM - 1, -1):
+            found = self._followers.get(tuple(context[-size:]))
+            if found is not None:
+                return found
+        return {}
+
+
+class _NgramRequest:
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.index = NgramIndex()
+
+
+class NgramDraft(DraftSource):
+    """Ranks continuations by count, then by how recently they were seen; under noise, as a law of counts."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _NgramRequest] = {}
+
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
+        """Start an empty index; the prompt is indexed at the first step."""
+        self._requests[request.request_id] = _NgramRequest(request.sampling)
+
+    def extend(self, jobs: Sequence[ExtendJob]) -> None:
+        """Look every node up."""
+        for job in jobs:
+            request = self._requests[job.request_id]
+            self._index_committed(request.index, job.tree)
+            for node in job.nodes:
+                job.tree.is_read[node] = True
+                if node >= job.tree.root:
+                    job.tree.next_tokens[node] = self._continuations(request, job.tree, node)
+
+    def _index_committed(self, index: NgramIndex, tree: DraftTree) -> None:
+        num_new = tree.committed_len - index.num_tokens
+        index.append(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
+
+    def _continuations(self, request: _NgramRequest, tree: DraftTree, node: int) -> Continuations:
+        path = [tree.token_ids[ancestor] for ancestor in reversed(tree.ancestors(node))]
+        context = [*request.index.tail(_MAX_NGRAM), *path][-_MAX_NGRAM:]
+        counts = request.index.followers(context)
+        ids = list(reversed(counts))  # most recent first: the sort below is stable
+        total = sum(counts.values())
+        scores = [math.log(counts[token] / total) for token in ids]
+        if request.sampling.temperature > 0 and ids:
+            noise = gumbel_noise(
+                request.sampling.seed, tree.position(node) + 1, torch.tensor(ids)
+            ).tolist()
+            scores = [score + g for score, g in zip(scores, noise, strict=True)]
+        order = sorted(range(len(ids)), key=lambda i: -scores[i])
+        return Continuations([ids[i] for i in order], [scores[i] for i in order])
+
+    def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:
+        """Index what was committed, before the tree forgets it."""
+        self._index_committed(self._requests[request_id].index, tree)
+
+    def end(self, request_id: str) -> None:
+        """Forget the index."""
+        self._requests.pop(request_id, None)

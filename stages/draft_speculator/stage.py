@@ -1,0 +1,324 @@
+"""The draft-speculator: guesses tokens, and owns the speculation cache.
+
+After an `Outcome` it answers with the next `Proposal`: from the cache on a hit, drafted now on a miss, and
+always drafted in linear speculation. With `prepare_outcomes` it then goes on while the target verifies:
+it reads what it proposed (the glue step), sends the predictor the likeliest tokens after every node, and
+drafts a continuation for each outcome of the returned plan, one level a slice. `Stage.work` is called
+only while the inbox is empty, so an outcome interrupts the drafting between two steps, and what is ready
+is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+import numpy as np
+
+from conf.schema import RunConfig
+from pipeline.errors import ProtocolError, RequestError
+from pipeline.messages import (
+    BeginDraft,
+    Candidates,
+    EndDraft,
+    Outcome,
+    Plan,
+    Proposal,
+    ProposalSource,
+    SpeculatorMessage,
+    StageName,
+)
+from pipeline.stage import Stage, StageContext
+from pipeline.tensor_pool import PoolSpec
+from stages.draft_speculator.draft_request import Branch, DraftRequest, Phase
+from stages.draft_speculator.draft_source import DraftSource, ExtendJob
+from stages.draft_speculator.draft_tree import DraftTree
+from stages.draft_speculator.load_source import load_source
+
+_log = logging.getLogger("draft-speculator")
+
+_SLOTS_PER_REQUEST = 4
+"""Candidate tensors a request may have under way: the predictor is at most a round behind."""
+
+
+class DraftSpeculator(Stage):
+    """See the module docstring. Tests pass a source; a process makes it from the configuration."""
+
+    accepts = SpeculatorMessage
+
+    def __init__(self, config: RunConfig, context: StageContext, source: DraftSource | None = None) -> None:
+        speculation = config.speculation
+        self._config = config
+        self._context = context
+        self._outbox = context.outbox
+        self._source_given = source
+        self._has_cache = speculation.prepare_outcomes
+        self._depth = speculation.depth
+        self._budget = speculation.budget if self._has_cache else 0
+        self._requests: dict[str, DraftRequest] = {}
+        self.num_stale_messages = 0
+        """Plans and outcomes that came too late to matter; dropped."""
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    @property
+    def _max_nodes(self) -> int:
+        """Nodes behind the committed tokens: the proposal, the branches, and a bonus token after a miss."""
+        return self._depth + self._budget * (self._depth + 1) + 1
+
+    def setup(self) -> None:
+        """Load the draft and export the pools for the predictor's candidates."""
+        self._source = self._source_given or load_source(self._config, max_nodes=self._max_nodes)
+        if self._has_cache:
+            rows, width = self._depth + 1, self._budget + 1
+            num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
+            self._id_pool = self._context.pools.export(
+                PoolSpec(name="candidate_ids", num_slots=num_slots, shape=(rows, width), dtype="int32")
+            )
+            self._score_pool = self._context.pools.export(
+                PoolSpec(name="candidate_scores", num_slots=num_slots, shape=(rows, width), dtype="float32")
+            )
+
+    def close(self) -> None:
+        """Forget every request."""
+        self._requests.clear()
+
+    # --- messages --------------------------------------------------------------------------------------
+
+    def handle(self, message: SpeculatorMessage) -> None:
+        """Begin, take an outcome or a plan, or end."""
+        match message:
+            case BeginDraft():
+                self._begin(message)
+            case EndDraft():
+                if self._requests.pop(message.request_id, None) is not None:
+                    self._source.end(message.request_id)
+            case Outcome():
+                self._take_outcome(message)
+            case Plan():
+                self._take_plan(message)
+
+    def _begin(self, message: BeginDraft) -> None:
+        can_draft = True
+        try:
+            self._source.begin(message, max_nodes=self._max_nodes)
+        except RequestError as error:
+            can_draft = False
+            _log.warning("request %s goes on without a draft: %s", message.request_id, error)
+        request = DraftRequest(
+            request_id=message.request_id,
+            tree=DraftTree(message.prompt_token_ids),
+            max_len=message.max_len,
+            can_draft=can_draft,
+            phase=Phase.IDLE,
+        )
+        self._requests[message.request_id] = request
+        num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
+        if self._useful_depth(request, num_prompt + 1) > 0:
+            # The prefill is round 0 with an empty proposal: its outcome can be prepared like any other.
+            request.phase = Phase.GLUING if self._has_cache else Phase.READING
+        elif limit is not None and num_prompt >= limit:
+            _log.warning(
+                "request %s goes on without a draft: its prompt has %d tokens, the draft reads at most %d",
+                message.request_id,
+                num_prompt,
+                limit,
+            )
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        request = self._requests.get(outcome.request_id)
+        if request is None or outcome.round_id < request.round_id:
+            self.num_stale_messages += 1
+            return
+        tree = request.tree
+        _check_outcome(outcome, request)
+        rerooting = tree.reroot(outcome.accepted_node, outcome.bonus_token)
+        if request.can_draft:
+            self._source.reroot(request.request_id, rerooting, tree)
+        tree.drop_read_prefix()
+        request.round_id += 1
+        ready = tree.subtree(tree.root) if rerooting.is_cached else []
+        request.branches = []
+        request.ready_length = len(ready)
+        useful = self._useful_depth(request, tree.committed_len)
+        if ready:
+            request.source = ProposalSource.HIT
+            request.chain = [node for node in ready if tree.depth(node) <= useful]
+            self._send_proposal(request)
+        else:
+            request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
+            request.chain = []
+            request.phase = Phase.DRAFTING
+            self._grow_chain(request, useful)
+
+    def _take_plan(self, plan: Plan) -> None:
+        request = self._requests.get(plan.request_id)
+        if request is None or request.round_id != plan.round_id or request.phase is not Phase.PLANNING:
+            self.num_stale_messages += 1
+            return
+        tree = request.tree
+        for accepted_index, bonus_token in zip(plan.nodes, plan.token_ids, strict=True):
+            depth_of_node = tree.depth(tree.proposal_node(accepted_index))
+            useful = self._useful_depth(request, tree.committed_len + depth_of_node + 1)
+            if useful == 0 or len(request.branches) == self._budget:
+                continue
+            tip = tree.add_branch(accepted_index, bonus_token)
+            if tip is not None:
+                request.branches.append(Branch(tip, remaining=useful))
+        request.phase = Phase.BRANCHING if request.branches else Phase.IDLE
+
+    # --- work ------------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """One draft step: for the requests that the target waits for, else for one kind of preparation."""
+        for phase in (Phase.DRAFTING, Phase.READING, Phase.GLUING, Phase.BRANCHING):
+            requests = [request for request in self._requests.values() if request.phase is phase]
+            if requests:
+                self._step(phase, requests)
+                return True
+        return False
+
+    def _step(self, phase: Phase, requests: list[DraftRequest]) -> None:
+        jobs = [
+            ExtendJob(request_id=r.request_id, tree=r.tree, nodes=nodes)
+            for r in requests
+            if (nodes := self._nodes_to_read(r))
+        ]
+        if jobs:
+            start_ns = time.monotonic_ns()
+            self._source.extend(jobs)
+            span = (start_ns, time.monotonic_ns())
+            for job in jobs:
+                self._requests[job.request_id].spans.append(span)
+                # Shifts tree indices only where committed tokens were unread, and then no chain and no
+                # branch exists yet that could hold one.
+                job.tree.drop_read_prefix()
+        for request in requests:
+            if phase is Phase.DRAFTING:
+                self._grow_chain(request, self._useful_depth(request, request.tree.committed_len))
+            elif phase is Phase.READING:
+                request.phase = Phase.IDLE
+            elif phase is Phase.GLUING:
+                self._send_candidates(request)
+            else:
+                self._grow_branches(request)
+
+    def _nodes_to_read(self, request: DraftRequest) -> list[int]:
+        """What the request's phase reads next; committed tokens that are not read always come first."""
+        tree = request.tree
+        match request.phase:
+            case Phase.DRAFTING:
+                below = request.chain[-1:]
+            case Phase.GLUING:
+                below = tree.proposal
+            case Phase.BRANCHING:
+                below = [branch.tip for branch in request.branches if branch.remaining > 0]
+            case _:
+                below = []
+        unread = [node for node in below if not tree.is_read[node] and self._is_readable(tree, node)]
+        return [*tree.unread_committed(), *unread]
+
+    def _is_readable(self, tree: DraftTree, node: int) -> bool:
+        limit = self._source.max_position
+        return limit is None or tree.position(node) < limit
+
+    def _useful_depth(self, request: DraftRequest, committed_len: int) -> int:
+        return request.useful_depth(
+            committed_len, depth=self._depth, max_position=self._source.max_position
+        )
+
+    def _grow_chain(self, request: DraftRequest, useful: int) -> None:
+        """Lengthen the proposal as far as the draft knows what follows; send it when it is complete."""
+        tree, chain = request.tree, request.chain
+        while len(chain) < useful:
+            tip = chain[-1] if chain else tree.root
+            next_tokens = tree.next_tokens[tip]
+            if next_tokens is None:
+                return  # the tip must be read first: the next slice does it
+            best = next_tokens.best()
+            if best is None:
+                break
+            chain.append(tree.add(best, tip))
+        self._send_proposal(request)
+
+    def _send_proposal(self, request: DraftRequest) -> None:
+        tree = request.tree
+        tree.submit(request.chain)
+        self._outbox.send(
+            StageName.VERIFIER,
+            Proposal(
+                request_id=request.request_id,
+                round_id=request.round_id,
+                committed_len=tree.committed_len,
+                token_ids=[tree.token_ids[node] for node in request.chain],
+                parents=tree.proposal_parents(),
+                source=request.source,
+                ready_length=request.ready_length,
+                draft_spans=request.spans,
+            ),
+        )
+        request.spans = []
+        can_prepare = self._has_cache and self._useful_depth(request, tree.committed_len + 1) > 0
+        request.phase = Phase.GLUING if can_prepare else Phase.IDLE
+
+    def _send_candidates(self, request: DraftRequest) -> None:
+        """Tell the predictor what may follow the root and every proposed node."""
+        tree = request.tree
+        nodes = [tree.root, *tree.proposal]
+        ids = np.full((len(nodes), self._budget + 1), -1, dtype=np.int32)
+        scores = np.full(ids.shape, -np.inf, dtype=np.float32)
+        for row, node in enumerate(nodes):
+            next_tokens = tree.next_tokens[node]
+            if next_tokens is not None:
+                top_ids, top_scores = next_tokens.top(self._budget + 1)
+                ids[row, : len(top_ids)] = top_ids
+                scores[row, : len(top_ids)] = top_scores
+        self._outbox.send(
+            StageName.PREDICTOR,
+            Candidates(
+                request_id=request.request_id,
+                round_id=request.round_id,
+                token_ids=[tree.token_ids[node] for node in tree.proposal],
+                parents=tree.proposal_parents(),
+                candidate_ids=self._id_pool.write(ids),
+                candidate_scores=self._score_pool.write(scores),
+            ),
+        )
+        request.phase = Phase.PLANNING
+
+    def _grow_branches(self, request: DraftRequest) -> None:
+        """One more token for every branch whose tip was read."""
+        tree = request.tree
+        for branch in request.branches:
+            next_tokens = tree.next_tokens[branch.tip]
+            best = None if next_tokens is None else next_tokens.best()
+            if best is None:
+                branch.remaining = 0
+            elif branch.remaining > 0:
+                branch.tip = tree.add(best, branch.tip)
+                branch.remaining -= 1
+        if all(branch.remaining == 0 for branch in request.branches):
+            request.phase = Phase.IDLE
+
+
+def _check_outcome(outcome: Outcome, request: DraftRequest) -> None:
+    """Refuse an outcome that does not follow from what this request proposed."""
+    tree = request.tree
+    if not -1 <= outcome.accepted_node < len(tree.proposal):
+        raise ProtocolError(
+            f"outcome for request {outcome.request_id}: node {outcome.accepted_node} was accepted, but "
+            f"{len(tree.proposal)} were proposed"
+        )
+    num_new = tree.depth(tree.proposal_node(outcome.accepted_node)) + 1
+    expected = (request.round_id, tree.committed_len + num_new)
+    if (outcome.round_id, outcome.committed_len) != expected:
+        raise ProtocolError(
+            f"outcome for request {outcome.request_id}: expected (round, committed tokens) {expected}, got "
+            f"{(outcome.round_id, outcome.committed_len)}"
+        )
+
+
+def build(context: StageContext) -> DraftSpeculator:
+    """Factory for the stage process."""
+    return DraftSpeculator(msgspec.msgpack.decode(context.settings, type=RunConfig), context)

@@ -1,0 +1,32 @@
+"""The acceptance rate, measured online from outcomes."""
+
+from __future__ import annotations
+
+from pipeline.messages import Outcome
+
+_DECAY = 0.98
+"""Per round: the estimate follows the last fifty rounds or so, as text moves between easy and hard."""
+_PRIOR_ACCEPTED = 3.0
+_PRIOR_TRIALS = 5.0
+"""Before the first outcomes: 0.6, held as weakly as five trials."""
+
+
+class AcceptanceEstimate:
+    """Probability that one draft token is accepted, given that those before it were."""
+
+    def __init__(self) -> None:
+        self._accepted = 0.0
+        self._trials = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one round: every accepted token is a success, the first rejected one a failure."""
+        if outcome.num_proposed == 0:
+            return
+        was_rejected = outcome.num_accepted < outcome.num_proposed
+        self._accepted = self._accepted * _DECAY + outcome.num_accepted
+        self._trials = self._trials * _DECAY + outcome.num_accepted + was_rejected
+
+    @property
+    def value(self) -> float:
+        """Between 0 and 1, never either."""
+        return (self._accepted + _PRIOR_ACCEPTED) / (self._trials + _PRIOR_TRIALS)

@@ -1,0 +1,128 @@
+"""Times and counts of one request, from which its `RequestMetrics` come.
+
+All times are `time.monotonic_ns()`. Three kinds of time fill the decode phase: the target computes, the
+target waits while the draft computes, and the rest, which is the pipeline's own overhead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from pipeline.messages import Proposal, ProposalSource, RequestMetrics
+
+Span = tuple[int, int]
+
+
+def overlap_ns(spans: Iterable[Span], others: Iterable[Span]) -> int:
+    """Total time that lies in both of two lists of disjoint spans."""
+    others = list(others)
+    return sum(max(0, min(end, e) - max(start, s)) for start, end in spans for s, e in others)
+
+
+def idle_spans(window: Span, busy: Iterable[Span]) -> list[Span]:
+    """The parts of `window` outside the ascending, disjoint spans of `busy`."""
+    start, end = window
+    idle: list[Span] = []
+    for busy_start, busy_end in busy:
+        if busy_end <= start or busy_start >= end:
+            continue
+        if busy_start > start:
+            idle.append((start, busy_start))
+        start = max(start, busy_end)
+    if start < end:
+        idle.append((start, end))
+    return idle
+
+
+class TargetClock:
+    """When the target computed: shared by all requests of a verifier."""
+
+    _KEPT_SPANS = 64
+    """Enough to cover the spans of the draft's last round."""
+
+    def __init__(self) -> None:
+        self.compute_ns = 0
+        self.recent_spans: deque[Span] = deque(maxlen=self._KEPT_SPANS)
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        """The target computed from start to end."""
+        self.compute_ns += end_ns - start_ns
+        self.recent_spans.append((start_ns, end_ns))
+
+
+class RoundClock:
+    """Times and counts of one request."""
+
+    def __init__(self, *, submitted_ns: int, target: TargetClock, has_cache: bool) -> None:
+        self._submitted_ns = submitted_ns
+        self._target = target
+        self._has_cache = has_cache
+        self._decode_start_ns = 0
+        self._last_commit_ns = 0
+        self._compute_ns_at_start = 0
+        self._wait_ns = 0
+        self._draft_wait_ns = 0
+        self._overlap_ns = 0
+        self._num_rounds = 0
+        self._num_proposed = 0
+        self._num_accepted = 0
+        self._num_output = 0
+        self._hits = 0
+        self._misses = 0
+        self._ready_lengths = 0
+
+    def end_prefill(self, now_ns: int) -> None:
+        """The first token is committed."""
+        self._num_rounds = 1
+        self._num_output = 1
+        self._decode_start_ns = self._last_commit_ns = now_ns
+        self._compute_ns_at_start = self._target.compute_ns
+
+    def receive(self, proposal: Proposal, now_ns: int) -> None:
+        """The proposal of the next round is here."""
+        # With several requests the target may have prefilled another one in the meantime.
+        waited = idle_spans((self._last_commit_ns, now_ns), self._target.recent_spans)
+        self._wait_ns += sum(end - start for start, end in waited)
+        self._draft_wait_ns += overlap_ns(proposal.draft_spans, waited)
+        decode_spans = [s for s in self._target.recent_spans if s[0] >= self._decode_start_ns]
+        self._overlap_ns += overlap_ns(proposal.draft_spans, decode_spans)
+        if proposal.source is ProposalSource.HIT:
+            self._hits += 1
+            self._ready_lengths += proposal.ready_length
+        elif proposal.source is ProposalSource.BACKUP:
+            self._misses += 1
+
+    def end_round(self, *, num_proposed: int, num_accepted: int, num_committed: int, now_ns: int) -> None:
+        """A round is committed; the counts are those left after truncation."""
+        self._num_rounds += 1
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
+        self._num_output += num_committed
+        self._last_commit_ns = now_ns
+
+    def metrics(self) -> RequestMetrics:
+        """The figures so far. Needs `end_prefill`."""
+        decode_ns = self._last_commit_ns - self._decode_start_ns
+        compute_ns = self._target.compute_ns - self._compute_ns_at_start
+        has_decoded = self._num_rounds > 1
+        num_lookups = self._hits + self._misses
+        return RequestMetrics(
+            num_rounds=self._num_rounds,
+            num_proposed_tokens=self._num_proposed,
+            num_accepted_tokens=self._num_accepted,
+            acceptance_length=self._num_output / self._num_rounds,
+            acceptance_rate=self._num_accepted / self._num_proposed if self._num_proposed else None,
+            cache_hits=self._hits if self._has_cache else None,
+            cache_misses=self._misses if self._has_cache else None,
+            hit_rate=self._hits / num_lookups if num_lookups else None,
+            mean_ready_length=self._ready_lengths / self._hits if self._hits else None,
+            ttft_ms=(self._decode_start_ns - self._submitted_ns) / 1e6,
+            decode_seconds=decode_ns / 1e9 if has_decoded else None,
+            tokens_per_second=(self._num_output - 1) / (decode_ns / 1e9) if has_decoded else None,
+            target_compute_ms=compute_ns / 1e6,
+            target_wait_ms=self._wait_ns / 1e6,
+            draft_wait_ms=self._draft_wait_ns / 1e6,
+            overlap_ms=self._overlap_ns / 1e6,
+            overhead_ms=(decode_ns - compute_ns - self._draft_wait_ns) / 1e6,
+        )

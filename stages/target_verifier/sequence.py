@@ -1,0 +1,48 @@
+"""One admitted request as the verifier sees it: its committed tokens, its KV, and where its round stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.messages import Proposal, ProposalSource, Sampling
+from stages.model.pages import KVHandle
+from stages.model.token_law import TokenLaw
+from stages.target_verifier.round_clock import RoundClock
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """Mutable state of one request; only the verifier touches it.
+
+    Invariant between rounds: the KV cache holds every committed token but the last, the root.
+    """
+
+    request_id: str
+    sampling: Sampling
+    token_ids: list[int]
+    """Committed tokens: prompt, then output."""
+    num_prompt_tokens: int
+    max_len: int
+    """Most committed tokens this request can reach."""
+    kv: KVHandle
+    law: TokenLaw
+    clock: RoundClock
+    round_id: int = 0
+    """The round that comes next; round 0 is the prefill."""
+    proposal: Proposal | None = field(default=None)
+    """The proposal of round `round_id`, once it is here."""
+
+    @property
+    def room(self) -> int:
+        """Tokens this request may still get."""
+        return self.max_len - len(self.token_ids)
+
+    def tree(self) -> tuple[list[int], list[int]]:
+        """Tokens and parents to verify; empty without a proposal."""
+        if self.proposal is None:
+            return [], []
+        return self.proposal.token_ids, self.proposal.parents
+
+    def source(self) -> ProposalSource | None:
+        """Where the proposal came from; None without one."""
+        return None if self.proposal is None else self.proposal.source

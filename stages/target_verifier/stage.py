@@ -1,0 +1,375 @@
+"""The target-verifier: owns the truth. It admits requests, verifies proposals, commits tokens.
+
+Each slice of `work` is a prefill of one waiting request, or one round of all active ones, or noise made
+ahead while there is nothing to verify. Prompt text, drafting and outcome prediction are other stages'.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import msgspec
+import torch
+from torch import Tensor
+
+from conf.schema import DraftKind, DType, RunConfig
+from kernels.tree import accept_path, ancestor_rows, check_tree
+from pipeline.errors import ConfigError, ProtocolError, RequestError
+from pipeline.messages import (
+    BeginDraft,
+    CancelRequest,
+    Committed,
+    EndDraft,
+    FinishReason,
+    Outcome,
+    Proposal,
+    RequestFailed,
+    StageName,
+    TokenizedRequest,
+    VerifierMessage,
+)
+from pipeline.stage import Stage, StageContext
+from stages.model.batch import ForwardBatch, SequenceRows
+from stages.model.runner import ModelRunner
+from stages.model.token_law import TokenLaw
+from stages.model.weights import LoadedModel, load_model
+from stages.target_verifier.draft_watch import DraftWatch
+from stages.target_verifier.round_clock import RoundClock, TargetClock
+from stages.target_verifier.sequence import Sequence
+from stages.target_verifier.stopping import find_ending
+
+_log = logging.getLogger("target-verifier")
+
+
+class TargetVerifier(Stage):
+    """See the module docstring. Tests pass a model; a process loads it from `config.model.path`."""
+
+    accepts = VerifierMessage
+
+    def __init__(self, config: RunConfig, context: StageContext, model: LoadedModel | None = None) -> None:
+        self._config = config
+        self._outbox = context.outbox
+        self._model = model
+        self._has_draft = config.speculation.draft.kind is not DraftKind.none
+        self._has_cache = config.speculation.prepare_outcomes
+        self._max_nodes = config.speculation.depth if self._has_draft else 0
+        self._waiting: deque[TokenizedRequest] = deque()
+        self._sequences: dict[str, Sequence] = {}
+        self._clock = TargetClock()
+        self._watch = DraftWatch(config.speculation.draft)
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Load the target and size its KV cache for `max_requests` requests of `max_context` tokens."""
+        config = self._config
+        if self._model is None:
+            if config.model.path is None:
+                raise ConfigError("model.path is not resolved: expected a local folder, got none")
+            self._model = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
+        shape = self._model.shape
+        self._max_context = min(config.model.max_context, shape.max_position)
+        page_size = config.placement.page_size
+        slots_per_request = -(-(self._max_context + self._max_nodes) // page_size) * page_size
+        self._runner = ModelRunner(
+            shape=shape,
+            weights=self._model.weights,
+            num_slots=slots_per_request * config.max_requests,
+            page_size=page_size,
+            dtype=self._model.weights.embed.dtype,
+        )
+        self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
+        self._model = None  # the runner keeps packed copies of the weights
+        self._eos_token_ids = frozenset(shape.eos_token_ids)
+        self._vocab_ids = torch.arange(shape.vocab_size)
+
+    def close(self) -> None:
+        """Drop every request."""
+        self._sequences.clear()
+        self._waiting.clear()
+
+    # --- messages --------------------------------------------------------------------------------------
+
+    def handle(self, message: VerifierMessage) -> None:
+        """Queue a request, take a proposal, or cancel."""
+        match message:
+            case TokenizedRequest():
+                self._enqueue(message)
+            case Proposal():
+                self._take_proposal(message)
+            case CancelRequest():
+                self._cancel(message.request_id)
+
+    def _enqueue(self, request: TokenizedRequest) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        if request.request_id in self._sequences or any(
+            w.request_id == request.request_id for w in self._waiting
+        ):
+            self._fail(request.request_id, f"request id {request.request_id!r} is in use; choose another")
+        elif num_prompt == 0:
+            self._fail(request.request_id, "the prompt has no tokens; expected at least one")
+        elif num_prompt >= self._max_context:
+            self._fail(
+                request.request_id,
+                f"the prompt has {num_prompt} tokens, but the context holds {self._max_context} and needs room "
+                "for at least one more; shorten the prompt or raise model.max_context",
+            )
+        else:
+            self._waiting.append(request)
+
+    def _take_proposal(self, proposal: Proposal) -> None:
+        sequence = self._sequences.get(proposal.request_id)
+        if sequence is None:
+            return  # the request was cancelled while its proposal was under way
+        expected = (sequence.round_id, len(sequence.token_ids))
+        if sequence.proposal is not None or (proposal.round_id, proposal.committed_len) != expected:
+            raise ProtocolError(
+                f"proposal for request {proposal.request_id}: expected (round, committed tokens) {expected}, "
+                f"got {(proposal.round_id, proposal.committed_len)}"
+            )
+        fault = check_tree(proposal.token_ids, proposal.parents, vocab_size=len(self._vocab_ids))
+        if fault is None and len(proposal.token_ids) > self._max_nodes:
+            fault = f"{len(proposal.token_ids)} nodes, at most {self._max_nodes} fit"
+        if fault is not None:
+            # The target must not wait for a better one: verify nothing, and let the error be counted.
+            proposal = msgspec.structs.replace(proposal, token_ids=[], parents=[])
+        sequence.clock.receive(proposal, time.monotonic_ns())
+        sequence.proposal = proposal
+        if fault is not None:
+            raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
+
+    def _cancel(self, request_id: str) -> None:
+        waiting = next((w for w in self._waiting if w.request_id == request_id), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+            self._fail(request_id, "cancelled before it started")
+        elif (sequence := self._sequences.get(request_id)) is not None:
+            self._commit(sequence, [], num_accepted=0, finish_reason=FinishReason.CANCELLED)
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        self._outbox.send(StageName.FRONTEND, RequestFailed(request_id=request_id, reason=reason))
+
+    # --- work ------------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """Admit one request, or run one round, or make noise ahead."""
+        if self._waiting and len(self._sequences) < self._config.max_requests:
+            self._admit(self._waiting.popleft())
+            return True
+        sequences = list(self._sequences.values())
+        if not sequences:
+            return False
+        if self._has_draft and any(s.proposal is None for s in sequences):
+            return self._make_noise_ahead(sequences)
+        self._run_round(sequences)
+        return True
+
+    def _make_noise_ahead(self, sequences: list[Sequence]) -> bool:
+        """One row of noise for a coming round, while the target would only wait."""
+        for sequence in sequences:
+            start = len(sequence.token_ids)
+            for position in range(start, min(start + self._max_nodes + 1, sequence.max_len)):
+                if not sequence.law.has_noise(position):
+                    sequence.law.noise(position, self._logits_dtype)
+                    return True
+        return False
+
+    def _admit(self, request: TokenizedRequest) -> None:
+        prompt = request.prompt_token_ids
+        max_len = min(len(prompt) + request.sampling.max_tokens, self._max_context)
+        try:
+            kv = self._runner.kv.allocate(max_len + self._max_nodes)
+        except RequestError as error:
+            self._fail(request.request_id, str(error))
+            return
+        sequence = Sequence(
+            request_id=request.request_id,
+            sampling=request.sampling,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            max_len=max_len,
+            kv=kv,
+            law=TokenLaw(request.sampling, self._vocab_ids),
+            clock=RoundClock(
+                submitted_ns=request.submitted_ns, target=self._clock, has_cache=self._has_cache
+            ),
+        )
+        self._sequences[request.request_id] = sequence
+        if self._has_draft:
+            # Before the prefill, so that the draft reads the prompt at the same time.
+            self._outbox.send(
+                StageName.SPECULATOR,
+                BeginDraft(
+                    request_id=request.request_id,
+                    prompt_token_ids=prompt,
+                    sampling=request.sampling,
+                    max_len=max_len,
+                ),
+            )
+        self._prefill(sequence)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        start_ns = time.monotonic_ns()
+        size = len(sequence.token_ids)
+        rows = SequenceRows(
+            kv=sequence.kv, prefix_len=0, write_slots=list(range(size)), tail_len=size, mask=None
+        )
+        batch = ForwardBatch(
+            token_ids=sequence.token_ids,
+            positions=list(range(size)),
+            sequences=[rows],
+            logit_rows=[size - 1],
+        )
+        choices = self._choose(sequence, self._runner.forward(batch), [size])
+        end_ns = time.monotonic_ns()
+        self._clock.add(start_ns, end_ns)
+        sequence.clock.end_prefill(end_ns)
+        self._finish_round(sequence, block=choices, accepted=[], num_proposed=0)
+
+    def _run_round(self, sequences: list[Sequence]) -> None:
+        """One forward over the root and the tree of every sequence, then commit each."""
+        start_ns = time.monotonic_ns()
+        logits = self._runner.forward(_round_batch(sequences))
+        accepted_by_row: list[tuple[list[int], list[int]]] = []
+        row = 0
+        for sequence in sequences:
+            token_ids, parents = sequence.tree()
+            num_rows = 1 + len(token_ids)
+            positions = [p + 1 for p in _tree_positions(sequence)]
+            choices = self._choose(sequence, logits[row : row + num_rows], positions)
+            accepted, bonus = accept_path(choices, token_ids, parents)
+            self._move_accepted_kv(sequence, accepted)
+            accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus]))
+            row += num_rows
+        self._clock.add(start_ns, time.monotonic_ns())
+        for sequence, (accepted, block) in zip(sequences, accepted_by_row, strict=True):
+            self._finish_round(
+                sequence, block=block, accepted=accepted, num_proposed=len(sequence.tree()[0])
+            )
+
+    def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
+        """The target's token for each row; `positions[i]` is where the token of row i would stand."""
+        perturbed = sequence.law.perturb(logits, positions)
+        choices: list[int] = perturbed.argmax(dim=-1).tolist()  # the one synchronisation of a round
+        return choices
+
+    def _move_accepted_kv(self, sequence: Sequence, accepted: list[int]) -> None:
+        """Bring the KV of the accepted path behind the root's; a chain already lies there."""
+        first_node_slot = len(sequence.token_ids)
+        src = [first_node_slot + node for node in accepted]
+        dst = list(range(first_node_slot, first_node_slot + len(accepted)))
+        if src != dst:
+            self._runner.kv.move(sequence.kv, src, dst)
+
+    def _finish_round(
+        self, sequence: Sequence, *, block: list[int], accepted: list[int], num_proposed: int
+    ) -> None:
+        """Cut the block where the request ends, tell the draft side at once, then commit."""
+        ending = find_ending(block, room=sequence.room, eos_token_ids=self._eos_token_ids)
+        num_accepted = min(len(accepted), ending.num_kept)
+        sequence.token_ids.extend(block[: ending.num_kept])
+        if self._has_draft and ending.finish_reason is None:
+            outcome = Outcome(
+                request_id=sequence.request_id,
+                round_id=sequence.round_id,
+                committed_len=len(sequence.token_ids),
+                accepted_node=accepted[-1] if accepted else -1,
+                bonus_token=block[-1],
+                num_accepted=len(accepted),
+                num_proposed=num_proposed,
+            )
+            self._outbox.send(StageName.SPECULATOR, outcome)
+            if self._has_cache:
+                self._outbox.send(StageName.PREDICTOR, outcome)
+        if sequence.round_id > 0:
+            sequence.clock.end_round(
+                num_proposed=num_proposed,
+                num_accepted=num_accepted,
+                num_committed=ending.num_kept,
+                now_ns=time.monotonic_ns(),
+            )
+        self._watch.add(num_proposed=num_proposed, num_accepted=len(accepted))
+        self._commit(
+            sequence,
+            block[: ending.num_kept],
+            num_accepted=num_accepted,
+            finish_reason=ending.finish_reason,
+        )
+        sequence.round_id += 1
+        sequence.proposal = None
+        sequence.law.forget_before(len(sequence.token_ids))
+
+    def _commit(
+        self,
+        sequence: Sequence,
+        block: list[int],
+        *,
+        num_accepted: int,
+        finish_reason: FinishReason | None,
+    ) -> None:
+        """Hand the block to the detokenizer; with a finish reason, end the request."""
+        self._outbox.send(
+            StageName.DETOKENIZER,
+            Committed(
+                request_id=sequence.request_id,
+                round_id=sequence.round_id,
+                token_ids=block,
+                num_accepted=num_accepted,
+                source=sequence.source(),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                finish_reason=finish_reason,
+                metrics=None if finish_reason is None else sequence.clock.metrics(),
+            ),
+        )
+        if finish_reason is not None:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Forget a request everywhere."""
+        del self._sequences[sequence.request_id]
+        self._runner.kv.free(sequence.kv)
+        if self._has_draft:
+            end = EndDraft(request_id=sequence.request_id)
+            self._outbox.send(StageName.SPECULATOR, end)
+            if self._has_cache:
+                self._outbox.send(StageName.PREDICTOR, end)
+
+
+def _tree_positions(sequence: Sequence) -> list[int]:
+    """Absolute positions of the root and of the nodes of the proposal."""
+    root = len(sequence.token_ids) - 1
+    positions = [root]
+    for parent in sequence.tree()[1]:
+        positions.append(positions[parent + 1] + 1)
+    return positions
+
+
+def _round_batch(sequences: list[Sequence]) -> ForwardBatch:
+    """Pack root and tree of every sequence into one forward."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    rows: list[SequenceRows] = []
+    for sequence in sequences:
+        tree_tokens, parents = sequence.tree()
+        root_slot = len(sequence.token_ids) - 1
+        num_rows = 1 + len(tree_tokens)
+        is_chain = all(parent == node - 1 for node, parent in enumerate(parents))
+        token_ids += [sequence.token_ids[-1], *tree_tokens]
+        positions += _tree_positions(sequence)
+        rows.append(
+            SequenceRows(
+                kv=sequence.kv,
+                prefix_len=root_slot,
+                write_slots=list(range(root_slot, root_slot + num_rows)),
+                tail_len=num_rows,
+                mask=None if is_chain else torch.tensor(ancestor_rows(parents)),
+            )
+        )
+    return ForwardBatch(token_ids=token_ids, positions=positions, sequences=rows, logit_rows=None)
+
+
+def build(context: StageContext) -> TargetVerifier:
+    """Factory for the stage process."""
+    return TargetVerifier(msgspec.msgpack.decode(context.settings, type=RunConfig), context)

@@ -1,0 +1,71 @@
+"""All systems return the tokens of plain decoding, whatever the draft, depth, budget, page size or timing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conf.schema import FanOut
+from pipeline.messages import Sampling
+from tests.tiny import PlainDecoder, TinyPipeline, draft_by_name, make_config, tiny_target
+
+PROMPT = [17, 3, 99, 42, 8, 17, 3]
+DRAFTS = ["oracle", "anti", "noisy", "scripted", "ngram"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[float, list[int]]:
+    """Output of the plain reference by temperature, 48 tokens."""
+    plain = PlainDecoder(tiny_target())
+    return {t: plain.generate(PROMPT, _sampling(t)) for t in (0.0, 1.0)}
+
+
+def _sampling(temperature: float, max_tokens: int = 48) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=temperature, seed=11)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_autoregressive_equals_the_plain_loop(expected: dict[float, list[int]], temperature: float) -> None:
+    pipeline = TinyPipeline(make_config(draft=False), tiny_target())
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("depth", [1, 4, 7])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_linear_speculation_equals_the_plain_loop(
+    expected: dict[float, list[int]], draft: str, depth: int, page_size: int, temperature: float
+) -> None:
+    target = tiny_target()
+    config = make_config(depth=depth, page_size=page_size)
+    pipeline = TinyPipeline(config, target, draft_by_name(draft, target, page_size=page_size))
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("order_seed", [None, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("fan_out", [FanOut.uniform, FanOut.geometric])
+@pytest.mark.parametrize(("depth", "budget", "page_size"), [(1, 3, 1), (4, 1, 4), (4, 12, 16), (7, 8, 4)])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ssd_equals_the_plain_loop(
+    expected: dict[float, list[int]],
+    draft: str,
+    depth: int,
+    budget: int,
+    page_size: int,
+    fan_out: FanOut,
+    temperature: float,
+    order_seed: int | None,
+) -> None:
+    target = tiny_target()
+    config = make_config(prepare_outcomes=True, depth=depth, budget=budget, page_size=page_size)
+    config.speculation.fan_out = fan_out
+    source = draft_by_name(draft, target, page_size=page_size)
+    pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
