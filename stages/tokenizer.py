@@ -1,0 +1,121 @@
+"""The tokenizer stage: prompts and conversations become token ids.
+
+A raw prompt gets the special tokens that the model's tokenizer adds (such as a first BOS); a conversation
+goes through the model's chat template, which writes its own. Text that spells a special token, such as
+`<|im_end|>`, becomes that token in both, exactly as transformers has it: prompts are trusted.
+
+It knows nothing of models, sampling or lengths: whether a prompt is too long is for the verifier to say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from conf.schema import RunConfig
+from pipeline.errors import ConfigError, RequestError
+from pipeline.messages import (
+    CancelRequest,
+    ChatTurn,
+    RequestFailed,
+    StageName,
+    SubmitRequest,
+    TokenizedRequest,
+    TokenizerMessage,
+)
+from pipeline.stage import Outbox, Stage, StageContext
+from pipeline.tokenizer_settings import read_tokenizer_settings
+from stages.chat_template import ChatTemplate
+from stages.vocabulary import load_tokenizer
+
+
+class TokenizerStage(Stage):
+    """Turns `SubmitRequest` into `TokenizedRequest`, or into `RequestFailed` for the frontend."""
+
+    accepts = TokenizerMessage
+
+    def __init__(self, *, outbox: Outbox, folder: Path) -> None:
+        """folder: local folder of the target model."""
+        self._outbox = outbox
+        self._folder = folder
+        self._encoder: PromptEncoder | None = None
+
+    def setup(self) -> None:
+        self._encoder = PromptEncoder(self._folder)
+
+    def handle(self, message: TokenizerMessage) -> None:
+        match message:
+            case SubmitRequest():
+                self._tokenize(message)
+            case CancelRequest():
+                self._outbox.send(StageName.VERIFIER, message)
+
+    def close(self) -> None:
+        self._encoder = None
+
+    def _tokenize(self, request: SubmitRequest) -> None:
+        assert self._encoder is not None, "setup comes before the first message"
+        try:
+            token_ids = self._encoder.encode_request(prompt=request.prompt, chat=request.chat)
+        except RequestError as error:
+            failure = RequestFailed(request_id=request.request_id, reason=str(error))
+            self._outbox.send(StageName.FRONTEND, failure)
+            return
+        tokenized = TokenizedRequest(
+            request_id=request.request_id,
+            prompt_token_ids=token_ids,
+            sampling=request.sampling,
+            submitted_ns=request.submitted_ns,
+        )
+        self._outbox.send(StageName.VERIFIER, tokenized)
+
+
+class PromptEncoder:
+    """The tokenizer and the chat template of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load both from a local model folder. Raises `ConfigError` if they cannot be read."""
+        settings = read_tokenizer_settings(folder)
+        self._tokenizer = load_tokenizer(folder)
+        self._chat_template = (
+            None
+            if settings.chat_template is None
+            else ChatTemplate(settings.chat_template, settings.special_tokens)
+        )
+
+    def encode_request(self, *, prompt: str | None, chat: list[ChatTurn] | None) -> list[int]:
+        """Token ids of a raw prompt or of a conversation, whichever is given; at least one id.
+
+        Raises `RequestError` for an empty prompt, for a conversation that the model cannot have, and
+        unless exactly one of the two is given.
+        """
+        if (prompt is None) == (chat is None):
+            raise RequestError("expected exactly one of prompt and chat")
+        token_ids = self._encode_chat(chat) if chat is not None else self._encode_prompt(prompt or "")
+        if not token_ids:
+            raise RequestError("the prompt is empty: expected at least one token")
+        return token_ids
+
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        if not prompt:
+            raise RequestError("the prompt is empty: expected at least one character")
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=True).ids
+        return ids
+
+    def _encode_chat(self, turns: list[ChatTurn]) -> list[int]:
+        if self._chat_template is None:
+            raise RequestError("the model has no chat template: expected a plain prompt; set chat=false")
+        if not turns or not turns[-1].content:
+            raise RequestError("the prompt is empty: expected a conversation that ends with some text")
+        text = self._chat_template.render(turns)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def build(context: StageContext) -> TokenizerStage:
+    """Make the stage from the run's settings; `model.path` is a local folder by now."""
+    config = msgspec.msgpack.decode(context.settings, type=RunConfig)
+    if config.model.path is None:
+        raise ConfigError("model.path: expected the local folder of the resolved model, got none")
+    return TokenizerStage(outbox=context.outbox, folder=Path(config.model.path))

@@ -1,0 +1,156 @@
+"""The detokenizer stage: one text block per committed block, then the whole text."""
+
+import pytest
+
+from pipeline.errors import ConfigError, ProtocolError
+from pipeline.messages import (
+    Committed,
+    FinishReason,
+    ProposalSource,
+    RequestFinished,
+    RequestMetrics,
+    StageName,
+    TextBlock,
+)
+from stages.detokenizer import DetokenizerStage
+from tests.tiny_tokenizers import byte_level, save_model_folder
+
+TEXT = "hello 한 🦀 the end"
+
+
+class Sent(list):
+    """An outbox that keeps what was sent."""
+
+    def send(self, receiver, message):
+        assert receiver is StageName.FRONTEND
+        self.append(message)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_level()
+
+
+@pytest.fixture
+def outbox():
+    return Sent()
+
+
+@pytest.fixture
+def stage(tmp_path, tokenizer, outbox):
+    stage = DetokenizerStage(outbox=outbox, folder=save_model_folder(tmp_path, tokenizer))
+    stage.setup()
+    yield stage
+    stage.close()
+    stage.close()
+
+
+def committed(request_id, round_id, token_ids, finish_reason=None, source=None):
+    return Committed(
+        request_id=request_id,
+        round_id=round_id,
+        token_ids=token_ids,
+        num_accepted=max(len(token_ids) - 1, 0),
+        source=source,
+        num_prompt_tokens=7,
+        finish_reason=finish_reason,
+        metrics=None if finish_reason is None else metrics(),
+    )
+
+
+def metrics():
+    return RequestMetrics(
+        num_rounds=1,
+        num_proposed_tokens=0,
+        num_accepted_tokens=0,
+        acceptance_length=None,
+        acceptance_rate=None,
+        cache_hits=None,
+        cache_misses=None,
+        hit_rate=None,
+        mean_ready_length=None,
+        ttft_ms=1.0,
+        decode_seconds=None,
+        tokens_per_second=None,
+        target_compute_ms=0.0,
+        target_wait_ms=0.0,
+        draft_wait_ms=0.0,
+        overlap_ms=0.0,
+        overhead_ms=0.0,
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+def test_one_block_of_text_per_committed_block_then_the_whole_text(stage, tokenizer, outbox, block_size):
+    ids = tokenizer.encode(TEXT).ids
+    blocks = [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
+    for round_id, block in enumerate(blocks):
+        reason = FinishReason.LENGTH if round_id == len(blocks) - 1 else None
+        stage.handle(committed("0", round_id, block, reason, ProposalSource.HIT))
+    *text_blocks, finished = outbox
+    assert [block.token_ids for block in text_blocks] == blocks
+    assert {block.source for block in text_blocks} == {ProposalSource.HIT}
+    assert not any("\ufffd" in block.text for block in text_blocks)
+    assert "".join(block.text for block in text_blocks) == finished.text == TEXT
+    assert (finished.num_output_tokens, finished.num_prompt_tokens) == (len(ids), 7)
+    assert finished.finish_reason is FinishReason.LENGTH
+
+
+def test_requests_do_not_share_their_pending_bytes(stage, tokenizer, outbox):
+    first, second = tokenizer.encode("한").ids, tokenizer.encode("🦀").ids
+    for round_id in range(max(len(first), len(second))):
+        for request_id, ids in (("a", first), ("b", second)):
+            if round_id < len(ids):
+                reason = FinishReason.LENGTH if round_id == len(ids) - 1 else None
+                stage.handle(committed(request_id, round_id, [ids[round_id]], reason))
+    texts = {message.request_id: message.text for message in outbox if isinstance(message, RequestFinished)}
+    assert texts == {"a": "한", "b": "🦀"}
+
+
+def test_end_of_sequence_is_in_the_ids_but_not_in_the_text(stage, tokenizer, outbox):
+    hello, end = tokenizer.encode("hello").ids, tokenizer.token_to_id("<|im_end|>")
+    stage.handle(committed("0", 0, [*hello, end], FinishReason.STOP))
+    block, finished = outbox
+    assert block.token_ids == [*hello, end]
+    assert block.text == finished.text == "hello"
+    assert finished.num_output_tokens == len(hello) + 1
+
+
+def test_an_ordinary_token_that_ends_the_sequence_is_not_in_the_text_either(stage, tokenizer, outbox):
+    hello, end = tokenizer.encode("hello").ids, tokenizer.token_to_id("<think>")
+    stage.handle(committed("0", 0, [*hello, end], FinishReason.STOP))
+    assert outbox[-1].text == "hello"
+
+
+def test_held_back_bytes_come_with_the_last_block(stage, tokenizer, outbox):
+    ids = tokenizer.encode("a🦀").ids
+    stage.handle(committed("0", 0, ids[:-1]))
+    stage.handle(committed("0", 1, [], FinishReason.CANCELLED))
+    assert [message.text for message in outbox] == ["a", "\ufffd", "a\ufffd"]
+
+
+def test_a_request_cancelled_before_its_first_token_finishes_without_a_block(stage, outbox):
+    stage.handle(committed("0", 0, [], FinishReason.CANCELLED))
+    (finished,) = outbox
+    assert isinstance(finished, RequestFinished)
+    assert (finished.text, finished.num_output_tokens) == ("", 0)
+
+
+def test_a_repeated_round_is_refused_and_shows_nothing(stage, tokenizer, outbox):
+    ids = tokenizer.encode("hello").ids
+    stage.handle(committed("0", 0, ids))
+    with pytest.raises(ProtocolError, match="expected a round after 0, got round 0"):
+        stage.handle(committed("0", 0, ids))
+    assert [type(message) for message in outbox] == [TextBlock]
+
+
+def test_an_id_can_be_used_again_once_its_request_is_finished(stage, tokenizer, outbox):
+    ids = tokenizer.encode("hello").ids
+    for _ in range(2):
+        stage.handle(committed("0", 0, ids, FinishReason.LENGTH))
+    assert [message.text for message in outbox] == ["hello"] * 4
+
+
+def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path, outbox):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
+        DetokenizerStage(outbox=outbox, folder=tmp_path).setup()

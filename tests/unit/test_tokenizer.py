@@ -1,0 +1,222 @@
+"""The tokenizer stage gives the ids that transformers gives, and refuses what has none."""
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.messages import (
+    CancelRequest,
+    ChatTurn,
+    RequestFailed,
+    Sampling,
+    StageName,
+    SubmitRequest,
+    TokenizedRequest,
+)
+from stages.tokenizer import PromptEncoder, TokenizerStage
+from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save_model_folder
+
+PROMPTS = [
+    "hello world",
+    " leading and trailing ",
+    "<|im_start|>user\ninjected<|im_end|>",
+    "a\r\nb\tc",
+    "東京 🦀 \u200d",
+    "!${x},='\"",
+]
+CONVERSATIONS = [
+    [("user", "hello")],
+    [
+        ("system", "Be brief."),
+        ("user", "What is 1+1?"),
+        ("assistant", "2"),
+        ("user", "<|im_end|> and <b>&</b>?"),
+    ],
+]
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    "whitespace control": (
+        "{{ bos_token }}\n{%- for m in messages %}\n    {%- if loop.first and m.role == 'system' %}\n"
+        "[SYS]{{ m.content | trim }}\n    {% else %}\n  "
+        "{{ m.role | upper }}: {{ m.content }}{{ eos_token }}\n"
+        "    {% endif %}\n{%- endfor %}\n{% if add_generation_prompt %}\nA:{% endif %}\n"
+    ),
+    "loop controls, tojson and namespace": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}"
+        "{% endif %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m | tojson }}{% endfor %}{% if tools %}T{% endif %}"
+    ),
+    "generation blocks": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+class Sent(list):
+    """An outbox that keeps what was sent."""
+
+    def send(self, receiver, message):
+        self.append((receiver, message))
+
+
+def turns(conversation):
+    return [ChatTurn(role=role, content=content) for role, content in conversation]
+
+
+def messages(conversation):
+    return [{"role": role, "content": content} for role, content in conversation]
+
+
+def submit(**source):
+    return SubmitRequest(request_id="0", sampling=Sampling(max_tokens=4, seed=1), submitted_ns=5, **source)
+
+
+def stage_for(folder):
+    outbox = Sent()
+    stage = TokenizerStage(outbox=outbox, folder=folder)
+    stage.setup()
+    return stage, outbox
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    return save_model_folder(
+        tmp_path,
+        byte_level(with_bos=True),
+        bos_token="<|bos|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def reference(folder):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False, "add_eos_token": True},
+        {"add_bos_token": False},
+    ],
+)
+@pytest.mark.parametrize(
+    "build", [lambda: byte_level(with_bos=True), byte_fallback], ids=["bytes", "fallback"]
+)
+def test_raw_prompts_get_the_ids_of_transformers(tmp_path, settings, build):
+    tokenizer = build()
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    folder = save_model_folder(tmp_path, tokenizer, bos_token=names[0], eos_token=names[2], **settings)
+    encoder, expected = PromptEncoder(folder), reference(folder)
+    for prompt in PROMPTS:
+        assert encoder.encode_request(prompt=prompt, chat=None) == expected(prompt)["input_ids"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_conversations_get_the_ids_of_transformers(tmp_path, template):
+    folder = save_model_folder(
+        tmp_path,
+        byte_level(with_bos=True),
+        bos_token="<|bos|>",
+        eos_token={"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        chat_template=template,
+    )
+    encoder, expected = PromptEncoder(folder), reference(folder)
+    for conversation in CONVERSATIONS:
+        ids = encoder.encode_request(prompt=None, chat=turns(conversation))
+        whole = expected.apply_chat_template(messages(conversation), add_generation_prompt=True)
+        assert ids == whole["input_ids"]
+
+
+def test_a_template_file_wins_over_the_settings(chat_folder):
+    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
+    encoder = PromptEncoder(chat_folder)
+    ids = encoder.encode_request(prompt=None, chat=turns([("user", "hello")]))
+    assert byte_level().decode(ids) == "hello!"
+    assert ids == reference(chat_folder).apply_chat_template(messages([("user", "hello")]))["input_ids"]
+
+
+def test_of_several_named_templates_the_default_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    folder = save_model_folder(tmp_path, byte_level(), chat_template=named)
+    ids = PromptEncoder(folder).encode_request(prompt=None, chat=turns([("user", "x")]))
+    assert byte_level().decode(ids) == "yes"
+
+
+def test_a_tokenized_request_goes_to_the_verifier(chat_folder):
+    stage, outbox = stage_for(chat_folder)
+    request = submit(prompt="hello")
+    stage.handle(request)
+    ((receiver, tokenized),) = outbox
+    assert receiver is StageName.VERIFIER
+    assert isinstance(tokenized, TokenizedRequest)
+    assert tokenized.prompt_token_ids == reference(chat_folder)("hello")["input_ids"]
+    assert (tokenized.request_id, tokenized.sampling, tokenized.submitted_ns) == ("0", request.sampling, 5)
+
+
+def test_a_cancellation_follows_its_request_to_the_verifier(chat_folder):
+    stage, outbox = stage_for(chat_folder)
+    stage.handle(submit(prompt="hello"))
+    stage.handle(CancelRequest(request_id="0"))
+    assert [receiver for receiver, _ in outbox] == [StageName.VERIFIER] * 2
+    assert outbox[1][1] == CancelRequest(request_id="0")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"chat": []}, "the prompt is empty"),
+        ({"chat": turns([("user", "")])}, "the prompt is empty"),
+        ({}, "exactly one of prompt and chat"),
+        ({"prompt": "a", "chat": turns([("user", "a")])}, "exactly one of prompt and chat"),
+    ],
+)
+def test_a_request_without_a_prompt_fails_alone(chat_folder, source, reason):
+    stage, outbox = stage_for(chat_folder)
+    stage.handle(submit(**source))
+    stage.handle(submit(prompt="hello"))
+    (receiver, failed), (_, tokenized) = outbox
+    assert receiver is StageName.FRONTEND
+    assert isinstance(failed, RequestFailed)
+    assert reason in failed.reason
+    assert isinstance(tokenized, TokenizedRequest)
+
+
+def test_a_conversation_with_a_model_that_has_no_template_fails_with_advice(tmp_path):
+    stage, outbox = stage_for(save_model_folder(tmp_path, byte_level()))
+    stage.handle(submit(chat=turns([("user", "hello")])))
+    assert "no chat template" in outbox[0][1].reason
+    assert "chat=false" in outbox[0][1].reason
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content.x.y }}",
+        "{{ ''.__class__.mro() }}",
+    ],
+)
+def test_a_template_that_refuses_fails_the_request_alone(tmp_path, template):
+    stage, outbox = stage_for(save_model_folder(tmp_path, byte_level(), chat_template=template))
+    stage.handle(submit(chat=turns([("user", "hello")])))
+    assert isinstance(outbox[0][1], RequestFailed)
+    assert "refused the conversation" in outbox[0][1].reason
+
+
+def test_a_template_that_is_not_jinja_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        PromptEncoder(save_model_folder(tmp_path, byte_level(), chat_template="{% for %}"))
+
+
+def test_truncation_left_in_the_file_never_cuts_a_prompt(tmp_path):
+    tokenizer = byte_level()
+    whole = tokenizer.encode("hello world " * 20).ids
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=500)
+    encoder = PromptEncoder(save_model_folder(tmp_path, tokenizer))
+    assert encoder.encode_request(prompt="hello world " * 20, chat=None) == whole
