@@ -31,7 +31,7 @@ def _mix_int(word: int) -> int:
 
 
 def _xor_shifted_(words: Tensor, bits: int) -> Tensor:
-    """words ^= words >>> bits, in place. int64 shifts are arithmetic, so the copied sign bits are masked off."""
+    """words ^= words >>> bits, in place. int64 shifts copy the sign bit, so it is masked off."""
     return words.bitwise_xor_((words >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 

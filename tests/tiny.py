@@ -223,16 +223,22 @@ class TinyPipeline:
         source: DraftSource | None = None,
         *,
         order_seed: int | None = None,
+        target_is_slow: bool = True,
     ) -> None:
+        """target_is_slow: the draft side gets all its work done before the target verifies; else the target
+        verifies as soon as it can. order_seed: anything in between, drawn at random.
+        """
         self.recorder = Recorder()
         stages: dict[StageName, Callable[[StageContext], Stage]] = {
-            StageName.VERIFIER: lambda context: TargetVerifier(config, context, target),
-            StageName.DETOKENIZER: lambda context: self.recorder,
+            StageName.DETOKENIZER: lambda context: self.recorder
         }
         if source is not None:
             stages[StageName.SPECULATOR] = lambda context: DraftSpeculator(config, context, source)
         if config.speculation.prepare_outcomes:
             stages[StageName.PREDICTOR] = lambda context: OutcomePredictor(config, context)
+        # The runtime offers work in this order.
+        verifier = {StageName.VERIFIER: lambda context: TargetVerifier(config, context, target)}
+        stages = {**stages, **verifier} if target_is_slow else {**verifier, **stages}
         self.runtime = InProcess(stages, msgspec.msgpack.encode(config), order_seed=order_seed)
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:

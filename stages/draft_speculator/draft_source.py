@@ -28,7 +28,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
-        """Make room for a request whose tree holds at most `max_nodes` nodes behind its committed tokens.
+        """Make room for a request whose tree holds up to `max_nodes` nodes behind its committed tokens.
 
         Raises `RequestError` where there is none.
         """

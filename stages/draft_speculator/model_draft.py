@@ -48,7 +48,7 @@ class ModelDraft(DraftSource):
     """Reads nodes with one packed forward over all requests."""
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """vocab_size: ids below it may be proposed; a padded head may have more rows than the target knows."""
+        """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks."""
         self._runner = runner
         self._vocab_ids = torch.arange(vocab_size)
         self._requests: dict[str, _DraftRequest] = {}
@@ -74,9 +74,7 @@ class ModelDraft(DraftSource):
             positions += [tree.position(node) for node in job.nodes]
             sequences.append(_sequence_rows(tree, job.nodes, self._requests[job.request_id].kv))
         logits = self._runner.forward(
-            ForwardBatch(
-                token_ids=token_ids, positions=positions, sequences=sequences, logit_rows=logit_rows
-            )
+            ForwardBatch(token_ids=token_ids, positions=positions, sequences=sequences, logit_rows=logit_rows)
         )
         logits = logits[:, : len(self._vocab_ids)]
         row = 0

@@ -10,7 +10,6 @@ is served.
 
 from __future__ import annotations
 
-import logging
 import time
 
 import msgspec
@@ -18,6 +17,7 @@ import numpy as np
 
 from conf.schema import RunConfig
 from pipeline.errors import ProtocolError, RequestError
+from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
     Candidates,
@@ -36,7 +36,7 @@ from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.load_source import load_source
 
-_log = logging.getLogger("draft-speculator")
+_log = get_logger(__name__)
 
 _SLOTS_PER_REQUEST = 4
 """Candidate tensors a request may have under way: the predictor is at most a round behind."""
@@ -224,9 +224,7 @@ class DraftSpeculator(Stage):
         return limit is None or tree.position(node) < limit
 
     def _useful_depth(self, request: DraftRequest, committed_len: int) -> int:
-        return request.useful_depth(
-            committed_len, depth=self._depth, max_position=self._source.max_position
-        )
+        return request.useful_depth(committed_len, depth=self._depth, max_position=self._source.max_position)
 
     def _grow_chain(self, request: DraftRequest, useful: int) -> None:
         """Lengthen the proposal as far as the draft knows what follows; send it when it is complete."""

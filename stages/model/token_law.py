@@ -17,7 +17,7 @@ from pipeline.messages import Sampling
 
 
 class TokenLaw:
-    """Perturbed logits of one request: the target's choice is their arg-max, the draft's children their top."""
+    """Perturbed logits of one request: the target chooses their arg-max, the draft proposes their top."""
 
     def __init__(self, sampling: Sampling, vocab_ids: Tensor) -> None:
         """vocab_ids: [V] int64, the target's id of each logit column."""

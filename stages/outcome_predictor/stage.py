@@ -71,9 +71,7 @@ class OutcomePredictor(Stage):
         ]
         depths = [0, *node_depths(message.parents)]
         acceptance = self._acceptance.get(message.request_id, self._overall).value
-        counts = fan_outs(
-            self._policy, depths, budget=self._budget, acceptance=acceptance, power=_POWER
-        )
+        counts = fan_outs(self._policy, depths, budget=self._budget, acceptance=acceptance, power=_POWER)
         outcomes = choose_outcomes(candidates, counts, depths, acceptance=acceptance, power=_POWER)
         self._outbox.send(
             StageName.SPECULATOR,

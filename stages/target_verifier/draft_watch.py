@@ -5,11 +5,10 @@ Such a run is exact but slow, and without a word nobody finds out why.
 
 from __future__ import annotations
 
-import logging
-
 from conf.schema import DraftConfig
+from pipeline.log import get_logger
 
-_log = logging.getLogger("target-verifier")
+_log = get_logger(__name__)
 
 _MIN_PROPOSED = 256
 _LOW_RATE = 0.01
@@ -33,8 +32,8 @@ class DraftWatch:
         self._has_judged = True
         if self._num_accepted < _LOW_RATE * self._num_proposed:
             _log.warning(
-                "the draft (%s) fits badly: %d of its first %d proposed tokens were accepted, so it only costs "
-                "time; check speculation.draft, or run conf=autoregressive",
+                "the draft (%s) fits badly: %d of its first %d proposed tokens were accepted, so it only "
+                "costs time; check speculation.draft, or run conf=autoregressive",
                 self._describe(),
                 self._num_accepted,
                 self._num_proposed,

@@ -6,7 +6,6 @@ ahead while there is nothing to verify. Prompt text, drafting and outcome predic
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 
@@ -39,8 +38,6 @@ from stages.target_verifier.draft_watch import DraftWatch
 from stages.target_verifier.round_clock import RoundClock, TargetClock
 from stages.target_verifier.sequence import Sequence
 from stages.target_verifier.stopping import find_ending
-
-_log = logging.getLogger("target-verifier")
 
 
 class TargetVerifier(Stage):
@@ -113,8 +110,8 @@ class TargetVerifier(Stage):
         elif num_prompt >= self._max_context:
             self._fail(
                 request.request_id,
-                f"the prompt has {num_prompt} tokens, but the context holds {self._max_context} and needs room "
-                "for at least one more; shorten the prompt or raise model.max_context",
+                f"the prompt has {num_prompt} tokens, but the context holds {self._max_context} and needs "
+                "room for at least one more; shorten the prompt or raise model.max_context",
             )
         else:
             self._waiting.append(request)
@@ -245,9 +242,7 @@ class TargetVerifier(Stage):
             row += num_rows
         self._clock.add(start_ns, time.monotonic_ns())
         for sequence, (accepted, block) in zip(sequences, accepted_by_row, strict=True):
-            self._finish_round(
-                sequence, block=block, accepted=accepted, num_proposed=len(sequence.tree()[0])
-            )
+            self._finish_round(sequence, block=block, accepted=accepted, num_proposed=len(sequence.tree()[0]))
 
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
         """The target's token for each row; `positions[i]` is where the token of row i would stand."""

@@ -1,0 +1,72 @@
+"""Stopping and the clock of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.messages import FinishReason, Proposal, ProposalSource
+from stages.target_verifier.round_clock import RoundClock, TargetClock, idle_spans, overlap_ns
+from stages.target_verifier.stopping import Ending, find_ending
+
+
+@pytest.mark.parametrize(
+    ("block", "room", "num_kept", "reason"),
+    [
+        ([1, 2, 3], 9, 3, None),
+        ([1, 2, 3], 3, 3, FinishReason.LENGTH),
+        ([1, 2, 3], 2, 2, FinishReason.LENGTH),
+        ([0, 2, 3], 9, 1, FinishReason.STOP),
+        ([1, 2, 0], 3, 3, FinishReason.STOP),
+        ([1, 2, 0], 2, 2, FinishReason.LENGTH),
+    ],
+)
+def test_a_block_ends_where_the_request_ends(
+    block: list[int], room: int, num_kept: int, reason: FinishReason | None
+) -> None:
+    assert find_ending(block, room=room, eos_token_ids={0}) == Ending(num_kept=num_kept, finish_reason=reason)
+
+
+def test_overlap_and_idle_time_of_spans() -> None:
+    assert overlap_ns([(0, 10), (20, 30)], [(5, 25)]) == 10
+    assert overlap_ns([], [(0, 9)]) == 0
+    assert idle_spans((0, 10), [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert idle_spans((0, 10), [(0, 10)]) == []
+    assert idle_spans((4, 4), []) == []
+
+
+def test_a_round_is_split_into_compute_wait_overlap_and_overhead() -> None:
+    target = TargetClock()
+    clock = RoundClock(submitted_ns=0, target=target, has_cache=True)
+    target.add(0, 100)
+    clock.end_prefill(100)
+    # The draft works from 150 to 180 while the target waits until 200; then the target verifies 210-300.
+    clock.receive(_proposal([(150, 180)], ProposalSource.BACKUP), 200)
+    target.add(210, 300)
+    clock.end_round(num_proposed=4, num_accepted=2, num_committed=3, now_ns=305)
+    # Meanwhile the draft prepared 220-280: overlap. A hit comes at once.
+    clock.receive(_proposal([(220, 280)], ProposalSource.HIT), 310)
+    target.add(312, 400)
+    clock.end_round(num_proposed=4, num_accepted=4, num_committed=5, now_ns=402)
+    metrics = clock.metrics()
+    assert metrics.target_compute_ms == pytest.approx((90 + 88) / 1e6)
+    assert metrics.target_wait_ms == pytest.approx((100 + 5) / 1e6)
+    assert metrics.draft_wait_ms == pytest.approx(30 / 1e6)
+    assert metrics.overlap_ms == pytest.approx(60 / 1e6)
+    assert metrics.overhead_ms == pytest.approx((302 - 178 - 30) / 1e6)
+    assert (metrics.num_rounds, metrics.cache_hits, metrics.cache_misses) == (3, 1, 1)
+    assert metrics.acceptance_length == 9 / 3
+    assert metrics.acceptance_rate == 6 / 8
+    assert metrics.mean_ready_length == 4
+
+
+def _proposal(spans: list[tuple[int, int]], source: ProposalSource) -> Proposal:
+    return Proposal(
+        request_id="r",
+        round_id=1,
+        committed_len=1,
+        token_ids=[1, 2, 3, 4],
+        parents=[-1, 0, 1, 2],
+        source=source,
+        ready_length=4,
+        draft_spans=spans,
+    )
