@@ -1,0 +1,81 @@
+"""Writes the answers of a run as JSON Lines, one object a request, in the order in which they end.
+
+Every line is flushed when its request ends, so that a crash costs the unfinished requests only. Undefined
+figures are null; NaN is no JSON and never written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import msgspec
+
+from pipeline.errors import ConfigError
+from pipeline.messages import RequestFinished
+from pipeline.request_queue import Request
+
+
+def check_output(path: Path, *, prompts_file: Path | None) -> None:
+    """Raise `ConfigError` if answers cannot be written to `path`; touches nothing.
+
+    prompts_file: the file that prompts are read from, which must not be overwritten.
+    """
+    if path.is_dir():
+        raise ConfigError(f"output={path} is a folder, expected a file; add a name")
+    if not path.parent.is_dir():
+        raise ConfigError(f"output={path}: there is no folder {path.parent}; create it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"output={path} cannot be written, expected a writable path; choose another")
+    if prompts_file is not None and path.exists() and path.samefile(prompts_file):
+        raise ConfigError(f"output={path} is the prompts_file, expected another file; choose another")
+
+
+class AnswerWriter:
+    """The output file of a run. A context manager; an existing file is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for writing. Raises `ConfigError` if that fails."""
+        try:
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output={path} cannot be written: {error.strerror}; choose another") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write_answer(self, request: Request, finished: RequestFinished, token_ids: Sequence[int]) -> None:
+        """Write one answered (or cancelled) request."""
+        self._write(
+            {
+                "request_id": request.request_id,
+                "prompt": request.text,
+                "text": finished.text,
+                "token_ids": list(token_ids),
+                "finish_reason": finished.finish_reason.value,
+                "num_prompt_tokens": finished.num_prompt_tokens,
+                "num_output_tokens": finished.num_output_tokens,
+                "seed": request.sampling.seed,
+                "metrics": msgspec.structs.asdict(finished.metrics),
+            }
+        )
+
+    def write_failure(self, request: Request, reason: str) -> None:
+        """Write one failed request."""
+        self._write({"request_id": request.request_id, "prompt": request.text, "error": reason})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()

@@ -1,0 +1,66 @@
+"""Splits a command line into what belongs to the run and what belongs to the configuration.
+
+`prompt=`, `prompts_file=` and `output=` are taken out first and as they stand: what follows the equals sign
+is the value, whatever it holds. The rest goes to `conf.compose`, where Hydra's grammar applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+
+_OWN_KEYS = ("prompt", "prompts_file", "output")
+_HELP = ("--help", "-h", "help")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """A command line, split."""
+
+    prompt: str | None
+    prompts_file: Path | None
+    output: Path | None
+    overrides: tuple[str, ...]
+    """Everything else, in order: the `key=value` arguments of the configuration."""
+    wants_help: bool
+
+
+def split_arguments(argv: Sequence[str]) -> Arguments:
+    """Split the arguments after the program's name.
+
+    Raises `ConfigError` when one of the three keys comes twice or empty, and for both kinds of prompt.
+    """
+    own: dict[str, str] = {}
+    overrides: list[str] = []
+    for argument in argv:
+        key, separator, value = argument.partition("=")
+        if not (separator and key in _OWN_KEYS):
+            overrides.append(argument)
+            continue
+        if key in own:
+            raise ConfigError(
+                f"{key} is given twice, expected it once; several prompts go into a prompts_file"
+            )
+        if not value:
+            raise ConfigError(f"{key}= is empty, expected {_EXPECTED[key]}")
+        own[key] = value
+    if "prompt" in own and "prompts_file" in own:
+        raise ConfigError("prompt and prompts_file are both given, expected one of them; leave one out")
+    prompts_file, output = own.get("prompts_file"), own.get("output")
+    return Arguments(
+        prompt=own.get("prompt"),
+        prompts_file=Path(prompts_file) if prompts_file is not None else None,
+        output=Path(output) if output is not None else None,
+        overrides=tuple(argument for argument in overrides if argument not in _HELP),
+        wants_help=any(argument in _HELP for argument in overrides),
+    )
+
+
+_EXPECTED = {
+    "prompt": "some text; leave it out for the built-in prompts",
+    "prompts_file": "the path of a file with prompts",
+    "output": "the path of the file to write answers to",
+}

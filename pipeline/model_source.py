@@ -1,0 +1,81 @@
+"""Finds the local folders of the models that a configuration names, before any stage starts.
+
+Finding may mean fetching and converting, which takes libraries that the frontend does without. So it happens
+in a process of its own, which imports the resolver by name, as stage processes import their stages: the
+runtime knows no models. Run as a module, this file is that process.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import subprocess
+import sys
+
+from conf.schema import DraftKind, RunConfig
+from pipeline.errors import ConfigError, EngineDead
+
+_RESOLVER = "stages.model.source:resolve"
+"""A function from a model's name, None for the demo, to its folder. Its progress goes to stderr."""
+
+
+def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig:
+    """A copy of `config` in which `model.path` and `speculation.draft.path` are local folders.
+
+    Raises `ConfigError` for a model that cannot be had, and `EngineDead` if the resolver breaks.
+    """
+    resolved = copy.deepcopy(config)
+    resolved.model.path = _resolve(config.model.path, resolver)
+    draft = resolved.speculation.draft
+    if draft.kind is DraftKind.model and draft.path is not None:
+        if draft.path == config.model.path:
+            draft.path = resolved.model.path
+            return resolved
+        try:
+            draft.path = _resolve(draft.path, resolver)
+        except ConfigError as error:
+            # The resolver knows one key, the target's.
+            raise ConfigError(str(error).replace("model.path=", "speculation.draft.path=", 1)) from None
+    return resolved
+
+
+def _resolve(path: str | None, resolver: str) -> str:
+    command = [sys.executable, "-m", "pipeline.model_source", resolver]
+    done = subprocess.run(
+        command if path is None else [*command, path],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    answer = _parse_answer(done.stdout)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    if "folder" not in answer:
+        raise EngineDead(f"finding the model {path or 'demo'} ended with status {done.returncode}, see above")
+    return answer["folder"]
+
+
+def _parse_answer(stdout: bytes) -> dict[str, str]:
+    """The last line is the answer; libraries may have printed before it."""
+    lines = stdout.decode(errors="replace").splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _answer(resolver: str, path: str | None) -> dict[str, str]:
+    module, _, function = resolver.partition(":")
+    try:
+        return {"folder": str(getattr(importlib.import_module(module), function)(path))}
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(_answer(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)))
+    except KeyboardInterrupt:
+        sys.exit(130)  # the frontend got the signal as well, and says so

@@ -1,0 +1,126 @@
+"""The prompts of a run: from the command line, from a file, or built in.
+
+A file is JSON Lines, each line an object with `prompt` (one question) or `turns` (the user's side of a
+conversation), or plain text with one prompt a line. A line that is neither is an error with its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+
+BUILT_IN_PROMPTS = (
+    "Write a Python function `is_palindrome(text)` that ignores spaces, case and punctuation. "
+    "Explain it in one sentence.",
+    "A baker sells 12 rolls at 35 cents each and 3 loaves at 2 euros 80 cents each. "
+    "How much money does she take? Show the steps.",
+    "I have one free day in a city by the sea and it is raining. What should I do?",
+    "Summarise the following passage in two sentences.\n\n"
+    "The saguaro is a tall cactus of the Sonoran Desert. It grows slowly: a plant of ten years may be no "
+    "higher than a hand is wide, and the first arm often appears only after half a century. Its pleats widen "
+    "like an accordion after rain, so that a large plant can store more than a tonne of water. Woodpeckers "
+    "cut nests into the trunk, and when they leave, owls, wrens and lizards move in.",
+)
+"""Code, sums, chat and a summary: what a run answers when it is given nothing."""
+
+_EXPECTED = 'expected {"prompt": "..."} or {"turns": ["...", ...]}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One prompt or one conversation of a run."""
+
+    index: int
+    """Place among the rows of the run, from 0."""
+    turns: tuple[str, ...]
+    """What the user says: one text for a prompt, several for a conversation."""
+    is_conversation: bool
+    """Whether it was given as `turns`: it is then numbered by turn, and needs a chat template."""
+    origin: str
+    """Where it came from, for error messages: `prompt`, `prompts.jsonl:3` or `built-in prompt 2`."""
+
+
+def rows_of_prompt(prompt: str) -> list[PromptRow]:
+    """The single row of a prompt given on the command line. Raises `ConfigError` if it is no Unicode text."""
+    _check_unicode(prompt, "prompt")
+    return [PromptRow(index=0, turns=(prompt,), is_conversation=False, origin="prompt")]
+
+
+def built_in_rows() -> list[PromptRow]:
+    """The rows of a run that was given no prompt."""
+    return [
+        PromptRow(index=index, turns=(prompt,), is_conversation=False, origin=f"built-in prompt {index}")
+        for index, prompt in enumerate(BUILT_IN_PROMPTS)
+    ]
+
+
+def read_prompts_file(path: Path) -> list[PromptRow]:
+    """Read every row of a file; blank lines do not count.
+
+    It is JSON Lines if its first line that is not blank starts with `{` or its name ends in .json or .jsonl,
+    and plain text otherwise. Raises `ConfigError` for a file that cannot be read, for the first bad line,
+    and for a file without prompts.
+    """
+    lines = [(number, line) for number, line in enumerate(_read_lines(path), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"prompts_file={path} has no prompts, expected one a line")
+    is_json = path.suffix in (".json", ".jsonl") or lines[0][1].lstrip().startswith("{")
+    rows = []
+    for index, (number, line) in enumerate(lines):
+        origin = f"{path}:{number}"
+        turns, is_conversation = _parse_row(line, origin) if is_json else ((line,), False)
+        for turn in turns:
+            _check_unicode(turn, origin)
+        rows.append(
+            PromptRow(index=index, turns=tuple(turns), is_conversation=is_conversation, origin=origin)
+        )
+    if not any(turn for row in rows for turn in row.turns):
+        raise ConfigError(f"prompts_file={path} has only empty prompts, expected some text")
+    return rows
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        # utf-8-sig drops a byte order mark; reading with universal newlines ends lines at CRLF as well.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts_file={path} is not UTF-8 text ({error}); convert it") from None
+    except OSError as error:
+        raise ConfigError(f"prompts_file={path} cannot be read: {error.strerror}; check the path") from None
+    # Not splitlines(): it would also cut at U+2028 and the like, which stand unescaped in valid JSON.
+    return text.split("\n")
+
+
+def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool]:
+    """The turns of a JSON line, and whether they were given as `turns`. Other keys of the object are data."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{origin} is not JSON ({error}); {_EXPECTED}") from None
+    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
+        raise ConfigError(f"{origin}: {_EXPECTED}, one of the two keys, got {_shortened(line)}")
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {_shortened(line)}")
+        return (row["prompt"],), False
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise ConfigError(f"{origin}: {_EXPECTED} with a list of texts, got {_shortened(line)}")
+    return turns, True
+
+
+def _check_unicode(text: str, origin: str) -> None:
+    """Half a surrogate pair is no character: it stands for bytes that are not UTF-8, or a wrong escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{origin} is not valid Unicode text, expected UTF-8; convert it") from None
+
+
+def _shortened(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= 60 else line[:57] + "..."

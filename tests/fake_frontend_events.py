@@ -1,0 +1,62 @@
+"""Messages as the frontend gets them, with made-up figures."""
+
+from pipeline.messages import FinishReason, RequestFinished, RequestMetrics
+
+METRICS = RequestMetrics(
+    num_rounds=11,
+    num_proposed_tokens=40,
+    num_accepted_tokens=20,
+    acceptance_length=31 / 11,
+    acceptance_rate=0.5,
+    cache_hits=8,
+    cache_misses=2,
+    hit_rate=0.8,
+    mean_ready_length=3.5,
+    ttft_ms=20.0,
+    decode_seconds=0.3,
+    tokens_per_second=100.0,
+    target_compute_ms=200.0,
+    target_wait_ms=50.0,
+    draft_wait_ms=40.0,
+    overlap_ms=150.0,
+    overhead_ms=5.0,
+)
+
+NO_SPECULATION = RequestMetrics(
+    num_rounds=1,
+    num_proposed_tokens=0,
+    num_accepted_tokens=0,
+    acceptance_length=1.0,
+    acceptance_rate=None,
+    cache_hits=None,
+    cache_misses=None,
+    hit_rate=None,
+    mean_ready_length=None,
+    ttft_ms=10.0,
+    decode_seconds=None,
+    tokens_per_second=None,
+    target_compute_ms=0.0,
+    target_wait_ms=0.0,
+    draft_wait_ms=0.0,
+    overlap_ms=0.0,
+    overhead_ms=0.0,
+)
+
+
+def finished(
+    request_id: str = "0",
+    text: str = "answer",
+    *,
+    metrics: RequestMetrics = METRICS,
+    num_output_tokens: int = 31,
+    finish_reason: FinishReason = FinishReason.LENGTH,
+) -> RequestFinished:
+    """The end of a request."""
+    return RequestFinished(
+        request_id=request_id,
+        finish_reason=finish_reason,
+        text=text,
+        num_prompt_tokens=5,
+        num_output_tokens=num_output_tokens,
+        metrics=metrics,
+    )

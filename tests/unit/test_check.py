@@ -1,0 +1,115 @@
+"""Rules across fields: what breaks one is refused by name, with what was expected."""
+
+import pytest
+
+from conf.check import MAX_SEED, check
+from conf.compose import compose, options_of
+from conf.errors import ConfigError
+
+
+def refused(*arguments, available_cores=2):
+    with pytest.raises(ConfigError) as caught:
+        check(compose(arguments), available_cores=available_cores)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", options_of("conf"))
+@pytest.mark.parametrize("available_cores", [1, 2, 64])
+@pytest.mark.parametrize("placement", options_of("placement"))
+def test_every_named_run_passes_on_any_machine(name, available_cores, placement):
+    check(compose([f"conf={name}", f"placement={placement}"]), available_cores=available_cores)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("max_tokens=0", "expected at least 1"),
+        ("max_tokens=-1", "expected at least 1"),
+        ("temperature=-0.1", "expected a finite number of at least 0"),
+        ("temperature=nan", "expected a finite number"),
+        ("temperature=inf", "expected a finite number"),
+        ("top_k=-1", "expected at least 0"),
+        ("top_p=0.0", "expected more than 0 and at most 1"),
+        ("top_p=1.01", "expected more than 0 and at most 1"),
+        ("top_p=nan", "expected more than 0 and at most 1"),
+        ("min_p=-0.1", "expected 0 to 1"),
+        ("min_p=1.5", "expected 0 to 1"),
+        ("min_p=nan", "expected 0 to 1"),
+        ("seed=-1", "expected 0 to"),
+        (f"seed={MAX_SEED + 1}", "expected 0 to"),
+        ("max_requests=0", "expected at least 1"),
+        ("model.path=", "it is empty"),
+        ("model.max_context=1", "expected at least 2"),
+        ("placement.page_size=0", "expected at least 1"),
+        ("placement.target_cores=0", "expected 1 to 2, the cores this process may use"),
+        ("placement.draft_cores=3", "expected 1 to 2, the cores this process may use"),
+        ("speculation.depth=0", "expected at least 1"),
+        ("speculation.budget=0", "expected at least 1"),
+        ("speculation.draft.layers=0", "expected at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_key(argument, expected):
+    message = refused(argument)
+    assert message.startswith(f"{argument}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "argument", [f"seed={MAX_SEED}", "seed=0", "temperature=0", "top_p=1", "top_p=1e-9", "min_p=1", "top_k=0"]
+)
+def test_the_ends_of_a_range_are_accepted(argument):
+    check(compose([argument]), available_cores=2)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "speculation.fan_out=calibrated",
+        "speculation.backup=ngram",
+        "speculation.backup=random",
+        "speculation.backup=auto",
+        "speculation.verification=rejection",
+        "speculation.saguaro_c=0.5",
+        "speculation.plan=auto",
+    ],
+)
+def test_a_value_of_later_work_is_refused_by_name(argument):
+    assert refused(argument).startswith(f"{argument}: not available yet; expected ")
+
+
+def test_tree_widths_are_refused_by_name():
+    assert refused("speculation.tree.widths=[4,2]").startswith(
+        "speculation.tree.widths=[4, 2]: not available yet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model=custom"], "expected model.path=ID|FOLDER|FILE.gguf beside it"),
+        (["speculation.draft.kind=none"], "speculation.prepare_outcomes=true needs a draft"),
+        (["speculation.draft.kind=model"], "expected speculation.draft.path=ID|FOLDER|FILE.gguf beside it"),
+        (
+            ["conf=speculative", "speculation.draft.kind=layers"],
+            "expected speculation.draft.layers=N beside it",
+        ),
+        (["conf=autoregressive", "speculation.draft.path=x"], "speculation.draft.kind=model beside it"),
+        (
+            ["speculation.draft.kind=ngram", "speculation.draft.layers=2"],
+            "expected speculation.draft.kind=layers beside it, and the run has ngram",
+        ),
+    ],
+)
+def test_keys_that_need_one_another_are_refused_alone(arguments, expected):
+    assert expected in refused(*arguments)
+
+
+def test_split_cores_must_fit_side_by_side():
+    message = refused("placement.target_cores=2", available_cores=2)
+    assert "a sum of at most 2" in message
+    check(compose(["placement.target_cores=2", "placement=cpu_shared"]), available_cores=2)
+    check(compose(["placement.target_cores=2"]), available_cores=3)
+
+
+def test_a_budget_is_only_needed_where_outcomes_are_prepared():
+    check(compose(["conf=speculative", "speculation.budget=0"]), available_cores=2)
