@@ -1,0 +1,104 @@
+"""One stage process as its supervisor sees it: started, watched, ended. Knows nothing of messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.control import Connected, Hello, Ready, StageFailed, StageStats
+from pipeline.shm_memory import PoolExport
+from pipeline.topology import StageSpec
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class StageChild:
+    """A running (or ended) stage process, and what it told the supervisor.
+
+    exports: the pools it owns, known once it is ready.
+    said: its answers to the steps of the start, by type.
+    failure: what it reported when it failed, if it could.
+    stats: its latest figures.
+    """
+
+    def __init__(self, spec: StageSpec, control_address: str, run_directory: Path, lifeline: int) -> None:
+        """Start the process.
+
+        lifeline: a descriptor whose other end closes when the supervisor ends; the child's stdin.
+        """
+        self.spec = spec
+        self.exports: list[PoolExport] = []
+        self.is_running = False
+        self.said: dict[type, Hello | Ready | Connected] = {}
+        self.failure: StageFailed | None = None
+        self.stats: StageStats | None = None
+        command = [sys.executable, "-P", "-m", "pipeline.process", spec.name.value, control_address]
+        command += ["--run-directory", str(run_directory), "--supervisor-pid", str(os.getpid())]
+        if spec.cores is not None:
+            command += ["--cores", *map(str, spec.cores)]
+        with _interrupts_blocked():
+            # stdout belongs to the answers, so a stage's goes to stderr (2).
+            self._process = subprocess.Popen(
+                command, stdin=lifeline, stdout=2, env=_environment(spec.threads)
+            )
+        self.pid = self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone (and reaped)."""
+        return self._process.poll() is not None
+
+    def describe_end(self) -> str:
+        """How the process ended, as a phrase: `was killed by SIGKILL`, `exited with status 1`."""
+        status = self._process.poll()
+        if status is None:
+            return "still runs"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-status).name}"
+            return f"was killed by signal {-status}"
+        return f"exited with status {status}"
+
+    def was_killed(self) -> bool:
+        """Whether a signal ended it: then it is the cause, and never the consequence of another's end."""
+        status = self._process.poll()
+        return status is not None and status < 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the process is gone; False when it takes longer."""
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM). Does nothing when it is gone."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process at once (SIGKILL). Does nothing when it is gone."""
+        self._process.kill()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The child's environment: our import path, in our order, and its number of threads."""
+    paths = [os.path.abspath(path) for path in sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    return environment
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Hold Ctrl-C back: the child inherits the mask, so it cannot be hit before it ignores SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
