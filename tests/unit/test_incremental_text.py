@@ -137,3 +137,13 @@ class CountingDecoder(TextDecoder):
     def decode(self, token_ids):
         self.longest = max(self.longest, len(token_ids))
         return super().decode(token_ids)
+
+
+@pytest.mark.demo
+def test_demo_text_survives_the_round_trip_token_by_token():
+    from stages.model.source import resolve
+    from stages.vocabulary import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve(None))
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert "".join(stream(TextDecoder(tokenizer), [[token_id] for token_id in ids])) == TEXT

@@ -220,3 +220,19 @@ def test_truncation_left_in_the_file_never_cuts_a_prompt(tmp_path):
     tokenizer.enable_padding(length=500)
     encoder = PromptEncoder(save_model_folder(tmp_path, tokenizer))
     assert encoder.encode_request(prompt="hello world " * 20, chat=None) == whole
+
+
+@pytest.mark.demo
+def test_the_demo_model_gets_the_ids_of_transformers():
+    from transformers import AutoTokenizer
+
+    from stages.model.source import resolve
+
+    folder = resolve(None)
+    encoder, expected = PromptEncoder(folder), AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS:
+        assert encoder.encode_request(prompt=prompt, chat=None) == expected(prompt)["input_ids"]
+    for conversation in CONVERSATIONS:
+        ids = encoder.encode_request(prompt=None, chat=turns(conversation))
+        whole = expected.apply_chat_template(messages(conversation), add_generation_prompt=True)
+        assert ids == whole["input_ids"]

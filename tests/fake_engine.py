@@ -1,0 +1,107 @@
+"""An engine without stages, for tests of the command line: its prompts say what shall happen.
+
+`say WORDS` answers with the words, one block each; `fail REASON` fails; `hang` starts an answer and waits
+for its cancellation, `deaf` does so even then; `die` loses a stage. Run as a module, this file is the command
+line with that engine.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from conf.schema import RunConfig
+from pipeline.errors import EngineDead
+from pipeline.messages import (
+    ChatTurn,
+    FinishReason,
+    FrontendMessage,
+    RequestFailed,
+    Sampling,
+    StageName,
+    TextBlock,
+)
+from pipeline.run import main
+from tests.fake_frontend_events import finished
+
+
+@dataclass
+class FakeStats:
+    busy_ns: int
+
+
+class FakeEngine:
+    """Answers like the real one; remembers what it was asked."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.submitted: list[str] = []
+        self.chats: dict[str, list[ChatTurn] | None] = {}
+        self.samplings: dict[str, Sampling] = {}
+        self.is_stopped = False
+        self.most_in_flight = 0
+        self._news: deque[FrontendMessage] = deque()
+        self._in_flight: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.is_stopped = True
+        print("engine stopped", file=sys.stderr, flush=True)
+
+    def submit(
+        self, *, request_id: str, prompt: str | None, chat: list[ChatTurn] | None, sampling: Sampling
+    ) -> None:
+        self.submitted.append(request_id)
+        self.chats[request_id] = chat
+        self.samplings[request_id] = sampling
+        text = prompt if prompt is not None else chat[-1].content if chat else ""
+        verb, _, rest = text.partition(" ")
+        self._in_flight[request_id] = verb
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        if verb in ("hang", "deaf"):
+            self._block(request_id, "partial", 0)
+        elif verb == "fail":
+            del self._in_flight[request_id]
+            self._news.append(RequestFailed(request_id=request_id, reason=rest))
+        else:
+            for number, word in enumerate(rest.split(" ")):
+                self._block(request_id, word if number == 0 else " " + word, number)
+            self._news.append(finished(request_id, rest))
+
+    def cancel(self, request_id: str) -> None:
+        if self._in_flight[request_id] == "hang":
+            reason = FinishReason.CANCELLED
+            self._news.append(finished(request_id, "partial", finish_reason=reason, num_output_tokens=1))
+
+    def events(self, timeout_s: float) -> Sequence[FrontendMessage]:
+        if "die" in self._in_flight.values():
+            raise EngineDead("stage lost: target-verifier (pid 1) was killed by SIGKILL")
+        if not self._news:
+            time.sleep(timeout_s)  # as the real one waits for mail
+            return []
+        event = self._news.popleft()
+        if not isinstance(event, TextBlock):
+            self._in_flight.pop(event.request_id, None)
+        return [event]
+
+    def stats(self) -> dict[StageName, FakeStats]:
+        return {StageName.VERIFIER: FakeStats(11_000_000)}
+
+    def _block(self, request_id: str, text: str, number: int) -> None:
+        self._news.append(TextBlock(request_id=request_id, text=text, token_ids=[number], source=None))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], open_engine=FakeEngine))
