@@ -1,0 +1,1 @@
+"""The actor runtime: processes, messages, shared tensors. Empty: each part starts without the rest."""

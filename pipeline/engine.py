@@ -1,0 +1,164 @@
+"""The engine as a Python object: a configuration in, requests in, news of them out.
+
+Decides which stages a configuration needs and where they run, and leaves the rest to the supervisor. The
+stages are named, not imported. Text in, text out; it knows nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from conf.schema import DraftKind, RunConfig
+from pipeline.control import StageStats
+from pipeline.errors import RequestError
+from pipeline.log import get_logger
+from pipeline.messages import (
+    CancelRequest,
+    ChatTurn,
+    FrontendMessage,
+    Sampling,
+    StageName,
+    SubmitRequest,
+)
+from pipeline.placement import CorePlan, plan_cores
+from pipeline.supervisor import Supervisor
+from pipeline.topology import StageSpec, usable_cores
+
+_FACTORIES = {
+    StageName.TOKENIZER: "stages.tokenizer:build",
+    StageName.DETOKENIZER: "stages.detokenizer:build",
+    StageName.SPECULATOR: "stages.draft_speculator.stage:build",
+    StageName.PREDICTOR: "stages.outcome_predictor.stage:build",
+    StageName.VERIFIER: "stages.target_verifier.stage:build",
+}
+
+_log = get_logger(__name__)
+
+
+class Engine:
+    """One run of the pipeline. A context manager: enter loads the models, leave stops everything.
+
+    While it runs, the thread that started it keeps to the draft's cores, so that it never takes time
+    from the target.
+    """
+
+    def __init__(self, config: RunConfig, *, load_timeout_s: float = 600.0) -> None:
+        """Store what to run. Raises `ConfigError` when it cannot run on this machine's cores.
+
+        config: composed and checked; its models are local folders.
+        """
+        self._cores_before = usable_cores()
+        self._plan = plan_cores(config.placement, self._cores_before)
+        self._supervisor = Supervisor(
+            build_topology(config, self._plan),
+            msgspec.msgpack.encode(config),
+            load_timeout_s=load_timeout_s,
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> dict[StageName, int]:
+        """The process of each stage."""
+        return self._supervisor.pids
+
+    def start(self) -> None:
+        """Load and start all stages. Raises `ConfigError` and `EngineDead`; everything is stopped then."""
+        if self._plan.is_crowded:
+            _log.warning(
+                "placement=cpu_split: expected at least 2 usable cores, got 1; target and draft share it"
+            )
+        self._move_to(self._plan.draft)
+        try:
+            self._supervisor.start()
+        except BaseException:
+            self._move_to(self._cores_before)
+            raise
+
+    def submit(
+        self,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        chat: list[ChatTurn] | None = None,
+        sampling: Sampling,
+    ) -> None:
+        """Send a request on its way; give exactly one of `prompt` and `chat`.
+
+        Raises `RequestError` when it is neither or both, `EngineDead` when the engine has ended.
+        """
+        if (prompt is None) == (chat is None):
+            given = "neither" if prompt is None else "both"
+            raise RequestError(f"{request_id}: expected either a prompt or a chat, got {given}")
+        request = SubmitRequest(
+            request_id=request_id,
+            prompt=prompt,
+            chat=chat,
+            sampling=sampling,
+            submitted_ns=time.monotonic_ns(),
+        )
+        self._supervisor.send(StageName.TOKENIZER, request)
+
+    def cancel(self, request_id: str) -> None:
+        """Ask for the end of a request; its `RequestFinished` still comes. Unknown ids are ignored."""
+        self._supervisor.send(StageName.TOKENIZER, CancelRequest(request_id=request_id))
+
+    def events(self, timeout_s: float) -> list[FrontendMessage]:
+        """News of the requests, waiting up to `timeout_s` for the first; an empty list if none came.
+
+        Raises `EngineDead` when a stage was lost: everything is stopped then.
+        """
+        return self._supervisor.poll(timeout_s)
+
+    def stats(self) -> dict[StageName, StageStats]:
+        """Current figures of each stage. Raises `EngineDead` like `events`."""
+        return self._supervisor.stats()
+
+    def stop(self) -> None:
+        """Stop all stages, within 5 seconds. May be called twice."""
+        try:
+            self._supervisor.stop()
+        finally:
+            self._move_to(self._cores_before)
+
+    def _move_to(self, cores: tuple[int, ...]) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            # Moving is an optimisation; a sandbox that forbids it must not end the run.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cores)
+
+
+def build_topology(config: RunConfig, plan: CorePlan) -> list[StageSpec]:
+    """The stages that `config` needs, on the cores of `plan`."""
+    speculation = config.speculation
+    names = [StageName.TOKENIZER, StageName.DETOKENIZER, StageName.VERIFIER]
+    if speculation.draft.kind is not DraftKind.none:
+        names.append(StageName.SPECULATOR)
+    if speculation.prepare_outcomes:
+        names.append(StageName.PREDICTOR)
+    threads = {StageName.VERIFIER: len(plan.target), StageName.SPECULATOR: len(plan.draft)}
+    return [
+        StageSpec(
+            name=name,
+            factory=_FACTORIES[name],
+            cores=plan.target if name is StageName.VERIFIER else plan.draft,
+            threads=threads.get(name, 1),
+        )
+        for name in names
+    ]
