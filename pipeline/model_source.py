@@ -41,7 +41,8 @@ def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig
 
 
 def _resolve(path: str | None, resolver: str) -> str:
-    command = [sys.executable, "-m", "pipeline.model_source", resolver]
+    # -P: the caller's folder may hold files that are named like modules.
+    command = [sys.executable, "-P", "-m", "pipeline.model_source", resolver]
     done = subprocess.run(
         command if path is None else [*command, path],
         stdin=subprocess.DEVNULL,

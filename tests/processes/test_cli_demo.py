@@ -1,0 +1,71 @@
+"""The command line with the real stages and the demo model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.demo
+
+
+def start(folder, *argv):
+    command = [sys.executable, "-m", "pipeline.run", *argv]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def stage_pids(process):
+    """The stage processes of a run, by name."""
+    listing = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True, check=False
+    )
+    words = [line.split() for line in listing.stdout.splitlines() if "pipeline.process" in line]
+    return {line[line.index("pipeline.process") + 1]: int(line[0]) for line in words}
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_saguaro_answers_a_conversation_and_an_empty_prompt_fails_alone(tmp_path):
+    rows = [{"turns": ["Name a colour.", "Name another one."]}, {"prompt": ""}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    process = start(tmp_path, "conf=saguaro", "prompts_file=rows.jsonl", "output=out.jsonl", "max_tokens=6")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2, stderr
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [answer["request_id"] for answer in answers] == ["0.0", "0.1", "1"]
+    assert "the prompt is empty" in answers[2]["error"]
+    for answer in answers[:2]:
+        metrics = answer["metrics"]
+        assert answer["text"] in stdout
+        assert answer["num_output_tokens"] == len(answer["token_ids"]) <= 6
+        assert metrics["num_accepted_tokens"] + metrics["num_rounds"] >= answer["num_output_tokens"]
+        assert metrics["cache_hits"] + metrics["cache_misses"] == metrics["num_rounds"] - 1
+    assert answers[1]["num_prompt_tokens"] > answers[0]["num_prompt_tokens"] + answers[0]["num_output_tokens"]
+    assert "outcome-predictor busy" in stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path):
+    process = start(tmp_path, "conf=saguaro", "prompt=Tell a long story.", "max_tokens=4000")
+    assert process.stdout.read(1)
+    pids = stage_pids(process)
+    assert len(pids) == 5
+    began = time.monotonic()
+    os.kill(pids["outcome-predictor"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 1
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert "outcome-predictor" in line
+    assert not any(is_alive(pid) for pid in pids.values())
