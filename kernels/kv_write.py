@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def write_kv(layer: Tensor, keys: Tensor, values: Tensor, slots: slice | Tensor) -> None:
+def write_kv(layer: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: slice | Tensor) -> None:
     """Write the keys and values of new rows into one layer, in place.
 
-    layer:  [2, kv_heads, slots, head_dim], keys first.
+    layer:  its keys and its values, each [kv_heads, slots, head_dim].
     keys, values: [T, kv_heads, head_dim].
     slots:  physical slots of the rows, as a slice of length T (one plain copy) or int64 [T], all distinct.
     """
     if isinstance(slots, slice):
-        layer[0, :, slots].copy_(keys.transpose(0, 1))
-        layer[1, :, slots].copy_(values.transpose(0, 1))
+        layer[0][:, slots].copy_(keys.transpose(0, 1))
+        layer[1][:, slots].copy_(values.transpose(0, 1))
     else:
         layer[0].index_copy_(1, slots, keys.transpose(0, 1))
         layer[1].index_copy_(1, slots, values.transpose(0, 1))

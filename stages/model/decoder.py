@@ -99,13 +99,13 @@ class _Layer:
         values = heads[:, self._num_qk_heads :]
         attended = []
         for plan in plans:
-            write_kv(cache.storage[index], keys[plan.rows], values[plan.rows], plan.write_slots)
+            write_kv(cache.layers[index], keys[plan.rows], values[plan.rows], plan.write_slots)
             all_keys, all_values = cache.read(index, plan.kv, plan.visibility.length)
             attended.append(attend(queries[plan.rows], all_keys, all_values, plan.visibility))
         hidden = hidden + self._o(attended[0] if len(attended) == 1 else torch.cat(attended))
         normed = rms_norm(hidden, self._post_norm, shape.rms_norm_eps)
         gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        return hidden + self._down(F.silu(gate) * up)
+        return hidden + self._down(F.silu(gate).mul_(up))
 
     def _normalise_heads(self, heads: Tensor) -> Tensor:
         """qwen3 normalises every query and key head before the rotation. [T, q + k heads, head_dim]."""

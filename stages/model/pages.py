@@ -58,6 +58,8 @@ class KVCache:
         size = (shape.num_layers, 2, shape.num_kv_heads, self.num_pages * page_size, shape.head_dim)
         self.storage = _lazy_zeros(size, dtype, torch.device(device))
         """[layers, 2, kv_heads, slots, head_dim]: a head's slots lie together, as attention reads them."""
+        self.layers = [(layer[0], layer[1]) for layer in self.storage]
+        """Keys and values of each layer, [kv_heads, slots, head_dim]: views, made once."""
         self._is_free = [True] * self.num_pages
         self._num_free = self.num_pages
         self._live: set[KVHandle] = set()
@@ -113,7 +115,7 @@ class KVCache:
 
     def read(self, layer: int, handle: KVHandle, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of logical slots 0..length-1, each [kv_heads, length, head_dim]."""
-        keys, values = self.storage[layer].unbind(0)
+        keys, values = self.layers[layer]
         if handle.first_slot is not None:
             first = handle.first_slot
             return keys[:, first : first + length], values[:, first : first + length]
