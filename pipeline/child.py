@@ -14,6 +14,8 @@ from pipeline.control import Connected, Hello, Ready, StageFailed, StageStats
 from pipeline.shm_memory import PoolExport
 from pipeline.topology import StageSpec
 
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+"""Status of a stage that closed itself on SIGTERM, as `pipeline.process` does."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -62,12 +64,14 @@ class StageChild:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-status).name}"
             return f"was killed by signal {-status}"
+        if status == _EXIT_TERMINATED:
+            return "was ended by SIGTERM"
         return f"exited with status {status}"
 
     def was_killed(self) -> bool:
         """Whether a signal ended it: then it is the cause, and never the consequence of another's end."""
         status = self._process.poll()
-        return status is not None and status < 0
+        return status is not None and (status < 0 or status == _EXIT_TERMINATED)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the process is gone; False when it takes longer."""

@@ -55,6 +55,7 @@ _WAIT_MS = 500
 _BURST = 64
 """Messages handled before the control channel is looked at again."""
 _EXIT_TERMINATED = 128 + signal.SIGTERM
+"""Status after SIGTERM, as shells show it."""
 
 _log = get_logger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -65,7 +66,7 @@ class Describe(Relay):
     """Answers with facts about its process."""
 
     def handle(self, message: Item) -> None:
-        comm = open("/proc/self/comm").read().strip()
+        comm = Path("/proc/self/comm").read_text().strip()
         cores = sorted(os.sched_getaffinity(0))
         text = f"{comm} cores={cores} omp={os.environ['OMP_NUM_THREADS']}"
         self.outbox.send(StageName.FRONTEND, Item(number=os.getpid(), text=text))
@@ -146,7 +147,10 @@ class RefusesSettings(Relay):
 
 
 class NeverReady(Relay):
+    """Exports a pool and then loads forever."""
+
     def setup(self) -> None:
+        self.pools.export(PoolSpec(name="never", num_slots=1, shape=(1,), dtype="int8"))
         while True:
             time.sleep(1000)
 

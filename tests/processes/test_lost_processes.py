@@ -1,0 +1,147 @@
+"""Processes that are killed: the error names the stage, and nothing is left, whoever dies and when."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import EngineDead
+from tests.processes.runtime import (
+    DETOKENIZER,
+    PREDICTOR,
+    SPECULATOR,
+    TOKENIZER,
+    VERIFIER,
+    children,
+    is_alive,
+    supervise,
+    traces,
+    wait_until,
+)
+from tests.processes.toy_stages import Item
+
+FIVE_STAGES = {
+    TOKENIZER: "Echo",
+    SPECULATOR: "TensorWriter",
+    PREDICTOR: "TensorReader",
+    VERIFIER: "Echo",
+    DETOKENIZER: "Echo",
+}
+ROOT = Path(__file__).parents[2]
+
+FRONTEND_PROGRAM = """
+import sys, threading, time
+from tests.processes.runtime import collect, supervise, traces, wait_until, SPECULATOR, PREDICTOR, TOKENIZER
+from tests.processes.toy_stages import Item
+kind = sys.argv[1]
+engine = supervise({TOKENIZER: kind, SPECULATOR: "TensorWriter", PREDICTOR: "TensorReader"})
+if kind == "NeverReady":
+    threading.Thread(target=engine.start, daemon=True).start()
+    wait_until(lambda: any("tokenizer-0" in path for path in traces()))  # it exports, then loads forever
+    print(*engine.pids.values(), flush=True)
+    time.sleep(1000)
+with engine:
+    print(*engine.pids.values(), flush=True)
+    try:
+        while True:
+            engine.send(SPECULATOR, Item(number=1))
+            collect(engine, 1)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+print("stopped", flush=True)
+"""
+
+
+def keep_busy(engine, until_s: float) -> None:
+    """Send to every stage and read the answers until the engine fails, or `until_s`."""
+    number = 0
+    while time.monotonic() < until_s:
+        number += 1
+        for name in (TOKENIZER, SPECULATOR, VERIFIER, DETOKENIZER):
+            engine.send(name, Item(number=number))
+        engine.poll(0.01)
+
+
+@pytest.mark.parametrize("victim", list(FIVE_STAGES), ids=lambda name: name.value)
+def test_a_stage_killed_under_load_is_named_and_nothing_is_left(victim):
+    engine = supervise(FIVE_STAGES)
+    engine.start()
+    pids = engine.pids
+    keep_busy(engine, time.monotonic() + 0.1)
+    os.kill(pids[victim], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDead, match=rf"^stage lost: {victim.value} \(pid \d+\) was killed by SIGKILL"):
+        keep_busy(engine, began + 10)
+    assert time.monotonic() - began < 5
+    assert not traces()
+    assert not children()
+    assert not any(map(is_alive, pids.values()))
+
+
+def test_a_stage_killed_while_everything_is_idle_is_noticed_at_once():
+    with supervise({TOKENIZER: "Echo"}) as engine:
+        os.kill(engine.pids[TOKENIZER], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match=r"tokenizer .* was killed by SIGKILL"):
+            engine.poll(10)
+        assert time.monotonic() - began < 1
+
+
+def test_a_stage_that_is_terminated_from_outside_is_named():
+    with supervise({TOKENIZER: "Echo"}) as engine:
+        os.kill(engine.pids[TOKENIZER], signal.SIGTERM)
+        with pytest.raises(EngineDead, match=r"tokenizer .* was ended by SIGTERM"):
+            engine.poll(10)
+
+
+def start_frontend(kind: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A frontend process of its own, in a process group of its own, and the pids of its stages."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FRONTEND_PROGRAM, kind],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("kind", ["Echo", "NeverReady"], ids=["running", "loading"])
+def test_stages_end_by_themselves_when_the_frontend_is_killed(kind):
+    frontend, pids = start_frontend(kind)
+    with frontend:
+        assert len(pids) == 3
+        frontend.kill()
+        frontend.wait(10)
+    wait_until(lambda: not any(map(is_alive, pids)), 5)
+    wait_until(lambda: not traces(frontend.pid), 5)
+
+
+def test_nothing_is_left_in_shared_memory_when_everything_is_killed_at_once():
+    frontend, pids = start_frontend("Echo")
+    with frontend:
+        os.killpg(frontend.pid, signal.SIGKILL)
+        frontend.wait(10)
+    wait_until(lambda: not any(map(is_alive, pids)), 5)
+    assert not [path for path in traces(frontend.pid) if path.startswith("/dev/shm")]
+    # Nobody was left to remove the run directory: the next engine does.
+    with supervise({TOKENIZER: "Echo"}):
+        assert not traces(frontend.pid)
+
+
+def test_ctrl_c_in_the_whole_process_group_reaches_the_frontend_alone_which_stops_everything():
+    frontend, pids = start_frontend("Echo")
+    with frontend:
+        began = time.monotonic()
+        os.killpg(frontend.pid, signal.SIGINT)
+        output, _ = frontend.communicate(timeout=10)
+    assert output.split() == ["interrupted", "stopped"]
+    assert time.monotonic() - began < 5
+    assert frontend.returncode == 0
+    assert not any(map(is_alive, pids))
+    assert not traces(frontend.pid)
