@@ -35,7 +35,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
-        """One draft step for all jobs: read their nodes, set `is_read`, and `next_tokens` from the root on."""
+        """One draft step for all jobs: read the nodes, set `is_read`, and `next_tokens` from the root on."""
 
     @abstractmethod
     def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:

@@ -1,0 +1,105 @@
+"""On the real model, in real processes: every system returns the same tokens in float32.
+
+The command line runs each system on the same prompts; at temperature 0 the tokens are those of
+`transformers.generate` too. A small cut runs on every commit, all of it in `make test-full`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPTS = Path(__file__).with_name("demo_prompts.txt")
+LAYERS = ("speculation.draft.kind=layers", "speculation.draft.layers=6")
+SYSTEMS = {
+    "autoregressive": ("conf=autoregressive",),
+    "speculative": ("conf=speculative",),
+    "ssd": ("conf=ssd",),
+    "saguaro": ("conf=saguaro",),
+    # A draft with a KV cache of its own, whatever the named runs use.
+    "speculative, layers": ("conf=speculative", *LAYERS),
+    "ssd, layers": ("conf=ssd", "speculation.depth=3", *LAYERS),
+    "saguaro, layers": ("conf=saguaro", "speculation.depth=3", *LAYERS),
+    "saguaro, three at once": ("conf=saguaro", "max_requests=3"),
+}
+SIZES = [
+    pytest.param(4, 32, id="cut"),
+    pytest.param(20, 64, id="full", marks=pytest.mark.full),
+]
+pytestmark = [pytest.mark.demo, pytest.mark.timeout(3600)]
+
+
+def _answers(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path) -> list[list[int]]:
+    """Token ids of every prompt, from one call of the command line."""
+    output = folder / f"{name}.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.run",
+        *arguments,
+        f"prompts_file={prompts}",
+        f"output={output}",
+    ]
+    done = subprocess.run(
+        [*command, "model.dtype=float32", "seed=1234"],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows.sort(key=lambda row: int(row["request_id"]))
+    return [row["token_ids"] for row in rows]
+
+
+def _transformers_answers(prompts: Path, max_tokens: int) -> list[list[int]]:
+    import torch
+    import transformers
+
+    from stages.model.source import resolve
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    folder = resolve(None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for line in prompts.read_text().splitlines():
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": line}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )["input_ids"]
+        out = model.generate(ids, do_sample=False, max_new_tokens=max_tokens, pad_token_id=0)
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize(("num_prompts", "max_tokens"), SIZES)
+def test_systems_and_transformers_agree_when_greedy(
+    num_prompts: int, max_tokens: int, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:num_prompts]))
+    expected = _transformers_answers(prompts, max_tokens)
+    for name, arguments in SYSTEMS.items():
+        run = (*arguments, f"max_tokens={max_tokens}", "temperature=0")
+        assert _answers(tmp_path, name, run, prompts) == expected, name
+
+
+@pytest.mark.parametrize(("num_prompts", "max_tokens"), SIZES)
+def test_systems_agree_at_temperature_one(num_prompts: int, max_tokens: int, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS.read_text().splitlines()[:num_prompts]))
+    expected: list[list[int]] | None = None
+    for name, arguments in SYSTEMS.items():
+        run = (*arguments, f"max_tokens={max_tokens}", "temperature=1")
+        answers = _answers(tmp_path, name, run, prompts)
+        expected = expected or answers
+        assert answers == expected, name
