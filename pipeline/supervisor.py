@@ -326,7 +326,7 @@ class Supervisor:
         exporters = [child for child in running if child.exports]
         self._stop_some([child for child in running if not child.exports], began + _READERS_STOP_S)
         self._stop_some(exporters, began + _TERMINATE_AFTER_S)
-        for child in self._children.values():
+        for child in running:
             if not child.has_ended:
                 _log.warning("%s did not stop when told to; terminating it", child.spec.name.value)
                 child.terminate()

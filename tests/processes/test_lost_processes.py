@@ -34,24 +34,29 @@ FIVE_STAGES = {
 ROOT = Path(__file__).parents[2]
 
 FRONTEND_PROGRAM = """
-import sys, threading, time
+import sys, threading
 from tests.processes.runtime import collect, supervise, traces, wait_until, SPECULATOR, PREDICTOR, TOKENIZER
 from tests.processes.toy_stages import Item
 kind = sys.argv[1]
 engine = supervise({TOKENIZER: kind, SPECULATOR: "TensorWriter", PREDICTOR: "TensorReader"})
-if kind == "NeverReady":
-    threading.Thread(target=engine.start, daemon=True).start()
+
+def tell():
+    print(*engine.pids.values(), flush=True)
+
+def tell_while_loading():
     wait_until(lambda: any("tokenizer-0" in path for path in traces()))  # it exports, then loads forever
-    print(*engine.pids.values(), flush=True)
-    time.sleep(1000)
-with engine:
-    print(*engine.pids.values(), flush=True)
-    try:
+    tell()
+
+try:
+    if kind == "NeverReady":
+        threading.Thread(target=tell_while_loading).start()
+    with engine:
+        tell()
         while True:
             engine.send(SPECULATOR, Item(number=1))
             collect(engine, 1)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
 print("stopped", flush=True)
 """
 
@@ -104,6 +109,7 @@ def start_frontend(kind: str) -> tuple[subprocess.Popen[str], list[int]]:
         [sys.executable, "-c", FRONTEND_PROGRAM, kind],
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
@@ -134,13 +140,14 @@ def test_nothing_is_left_in_shared_memory_when_everything_is_killed_at_once():
         assert not traces(frontend.pid)
 
 
-def test_ctrl_c_in_the_whole_process_group_reaches_the_frontend_alone_which_stops_everything():
-    frontend, pids = start_frontend("Echo")
+@pytest.mark.parametrize("kind", ["Echo", "NeverReady"], ids=["running", "loading"])
+def test_ctrl_c_in_the_whole_process_group_reaches_the_frontend_alone_which_stops_everything(kind):
+    frontend, pids = start_frontend(kind)
     with frontend:
         began = time.monotonic()
         os.killpg(frontend.pid, signal.SIGINT)
-        output, _ = frontend.communicate(timeout=10)
-    assert output.split() == ["interrupted", "stopped"]
+        output, complaints = frontend.communicate(timeout=10)
+    assert (output.split(), complaints) == (["interrupted", "stopped"], "")
     assert time.monotonic() - began < 5
     assert frontend.returncode == 0
     assert not any(map(is_alive, pids))

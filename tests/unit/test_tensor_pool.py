@@ -128,6 +128,27 @@ def test_a_buffer_that_is_too_small_is_refused():
         TensorPool(spec(), bytearray(303), is_writable=True)
 
 
+def test_a_slot_that_is_being_written_is_stale_already():
+    writer, reader = pair(spec(num_slots=1))
+    ref = writer.write(filled(1.0))
+    seen_halfway = []
+
+    class Halfway(np.ndarray):
+        """Lets the reader in while the writer is in the middle of a slot."""
+
+        def __setitem__(self, key, value):
+            super().__setitem__((key[0], slice(0, 2)), value[:2])
+            with pytest.raises(StaleTensor):
+                reader.read(ref)
+            seen_halfway.append(True)
+            super().__setitem__(key, value)
+
+    writer._slots = writer._slots.view(Halfway)
+    new = writer.write(filled(2.0))
+    assert seen_halfway
+    np.testing.assert_array_equal(reader.read(new), filled(2.0))
+
+
 def test_a_reader_that_races_the_writer_sees_whole_versions_or_stale_ones():
     """A thread rewrites one large slot; every read is one value throughout, or StaleTensor."""
     pool_spec = spec(num_slots=1, shape=(256, 1024))
