@@ -43,6 +43,10 @@ class StageChild:
         command += ["--run-directory", str(run_directory), "--supervisor-pid", str(os.getpid())]
         if spec.cores is not None:
             command += ["--cores", *map(str, spec.cores)]
+        if spec.io_cores is not None:
+            command += ["--io-cores", *map(str, spec.io_cores)]
+        if spec.busy_poll_us:
+            command += ["--busy-poll-us", str(spec.busy_poll_us)]
         with _interrupts_blocked():
             # stdout belongs to the answers, so a stage's goes to stderr (2).
             self._process = subprocess.Popen(

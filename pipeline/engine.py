@@ -38,6 +38,9 @@ _FACTORIES = {
     StageName.VERIFIER: "stages.target_verifier.stage:build",
 }
 
+_BUSY_POLL_US = 2000
+"""Longer than a hit takes to arrive; a longer wait is a draft step, and a wake-up is nothing beside it."""
+
 _log = get_logger(__name__)
 
 
@@ -153,11 +156,18 @@ def build_topology(config: RunConfig, plan: CorePlan) -> list[StageSpec]:
     if speculation.prepare_outcomes:
         names.append(StageName.PREDICTOR)
     threads = {StageName.VERIFIER: len(plan.target), StageName.SPECULATOR: len(plan.draft)}
+    # A target with cores of its own has nothing better to do than to watch for the next proposal.
+    owns_cores = not set(plan.target) & set(plan.draft)
+    waits_for_draft = speculation.draft.kind is not DraftKind.none
     return [
         StageSpec(
             name=name,
             factory=_FACTORIES[name],
             cores=plan.target if name is StageName.VERIFIER else plan.draft,
+            io_cores=plan.draft if owns_cores else None,
+            busy_poll_us=_BUSY_POLL_US
+            if name is StageName.VERIFIER and owns_cores and waits_for_draft
+            else 0,
             threads=threads.get(name, 1),
         )
         for name in names

@@ -45,7 +45,7 @@ from pipeline.control import (
 )
 from pipeline.errors import ConfigError, ProtocolError
 from pipeline.log import WarnOnce, configure_logging, get_logger
-from pipeline.mailbox import Inbox, MailOutbox
+from pipeline.mailbox import Inbox, MailOutbox, can_receive
 from pipeline.messages import StageName
 from pipeline.run_directory import remove_run
 from pipeline.shm_memory import SharedMemoryExporter, SharedMemoryReader
@@ -67,9 +67,21 @@ class _StopRequested(Exception):
 class StageRunner:
     """The life of one stage in this process: `run` returns its exit status."""
 
-    def __init__(self, name: StageName, control_address: str, run_directory: Path) -> None:
+    def __init__(
+        self,
+        name: StageName,
+        control_address: str,
+        run_directory: Path,
+        *,
+        io_cores: Sequence[int] = (),
+        busy_poll_us: int = 0,
+    ) -> None:
+        """io_cores, busy_poll_us: see `StageSpec`."""
         self._name = name
+        self._busy_poll_ns = busy_poll_us * 1000
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        for core in io_cores:  # before the first socket, which starts the thread
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._control = ControlClient(self._context, control_address, name)
         self._exporter = SharedMemoryExporter(run_directory, name.value)
         self._reader = SharedMemoryReader()
@@ -145,8 +157,16 @@ class StageRunner:
         self._running_since_ns = time.monotonic_ns()
         while not self._must_stop:
             if not (self._handle_waiting(stage, inbox) or self._work(stage)):
-                self._poller.poll(_WAIT_MS)
+                self._wait(inbox)
             self._answer_control()
+
+    def _wait(self, inbox: Inbox) -> None:
+        """Return when there may be news: watch the inbox for a while, then sleep."""
+        end_ns = time.monotonic_ns() + self._busy_poll_ns
+        while time.monotonic_ns() < end_ns:
+            if can_receive(inbox.socket):
+                return
+        self._poller.poll(_WAIT_MS)
 
     def _handle_waiting(self, stage: Stage, inbox: Inbox) -> bool:
         """Handle what waits in the inbox, at most a burst; whether there was anything."""
@@ -263,6 +283,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--cores", type=int, nargs="*", default=[])
+    parser.add_argument("--io-cores", type=int, nargs="*", default=[])
+    parser.add_argument("--busy-poll-us", type=int, default=0)
     return parser.parse_args(arguments)
 
 
@@ -276,7 +298,14 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging(options.stage)
     _take_place(options.stage, options.cores)
     _watch_supervisor(options.supervisor_pid, options.run_directory)
-    return StageRunner(StageName(options.stage), options.control_address, options.run_directory).run()
+    runner = StageRunner(
+        StageName(options.stage),
+        options.control_address,
+        options.run_directory,
+        io_cores=options.io_cores,
+        busy_poll_us=options.busy_poll_us,
+    )
+    return runner.run()
 
 
 if __name__ == "__main__":
