@@ -56,16 +56,51 @@ def test_saguaro_answers_a_conversation_and_an_empty_prompt_fails_alone(tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
-def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path):
+def traces(temporary):
+    """What a run may leave behind on disk: its run directory, and its shared memory."""
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith("ssd-")]
+    return [*shared, *(file.name for file in temporary.iterdir())]
+
+
+def start_a_long_answer(tmp_path, monkeypatch):
+    """A saguaro run in the middle of its answer, its stages, and where its run directory is."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     process = start(tmp_path, "conf=saguaro", "prompt=Tell a long story.", "max_tokens=4000")
     assert process.stdout.read(1)
     pids = stage_pids(process)
     assert len(pids) == 5
+    assert traces(temporary) != []
+    return process, pids, temporary
+
+
+@pytest.mark.parametrize(
+    "stage", ["tokenizer", "draft-speculator", "outcome-predictor", "target-verifier", "detokenizer"]
+)
+def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path, monkeypatch, stage):
+    process, pids, temporary = start_a_long_answer(tmp_path, monkeypatch)
     began = time.monotonic()
-    os.kill(pids["outcome-predictor"], signal.SIGKILL)
+    os.kill(pids[stage], signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
     assert time.monotonic() - began < 5
     assert process.returncode == 1
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert "outcome-predictor" in line
+    assert stage in line
     assert not any(is_alive(pid) for pid in pids.values())
+    assert traces(temporary) == []
+
+
+def test_ctrl_c_ends_the_run_within_five_seconds_and_leaves_nothing(tmp_path, monkeypatch):
+    process, pids, temporary = start_a_long_answer(tmp_path, monkeypatch)
+    began = time.monotonic()
+    # A terminal sends it to the whole process group.
+    for pid in (process.pid, *pids.values()):
+        os.kill(pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert traces(temporary) == []
