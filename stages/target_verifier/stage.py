@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import DraftKind, DType, RunConfig
-from kernels.tree import accept_path, ancestor_rows, check_tree
+from kernels.tree import accept_path, check_tree
 from pipeline.errors import ConfigError, ProtocolError, RequestError
 from pipeline.messages import (
     BeginDraft,
@@ -30,11 +30,11 @@ from pipeline.messages import (
     VerifierMessage,
 )
 from pipeline.stage import Stage, StageContext
-from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.runner import ModelRunner
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
 from stages.target_verifier.draft_watch import DraftWatch
+from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_positions
 from stages.target_verifier.round_clock import RoundClock, TargetClock
 from stages.target_verifier.sequence import Sequence
 from stages.target_verifier.stopping import find_ending
@@ -209,17 +209,8 @@ class TargetVerifier(Stage):
 
     def _prefill(self, sequence: Sequence) -> None:
         start_ns = time.monotonic_ns()
-        size = len(sequence.token_ids)
-        rows = SequenceRows(
-            kv=sequence.kv, prefix_len=0, write_slots=list(range(size)), tail_len=size, mask=None
-        )
-        batch = ForwardBatch(
-            token_ids=sequence.token_ids,
-            positions=list(range(size)),
-            sequences=[rows],
-            logit_rows=[size - 1],
-        )
-        choices = self._choose(sequence, self._runner.forward(batch), [size])
+        logits = self._runner.forward(prefill_batch(sequence))
+        choices = self._choose(sequence, logits, [len(sequence.token_ids)])
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
         sequence.clock.end_prefill(end_ns)
@@ -228,13 +219,13 @@ class TargetVerifier(Stage):
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
         start_ns = time.monotonic_ns()
-        logits = self._runner.forward(_round_batch(sequences))
+        logits = self._runner.forward(round_batch(sequences))
         accepted_by_row: list[tuple[list[int], list[int]]] = []
         row = 0
         for sequence in sequences:
             token_ids, parents = sequence.tree()
             num_rows = 1 + len(token_ids)
-            positions = [p + 1 for p in _tree_positions(sequence)]
+            positions = [p + 1 for p in tree_positions(sequence)]
             choices = self._choose(sequence, logits[row : row + num_rows], positions)
             accepted, bonus = accept_path(choices, token_ids, parents)
             self._move_accepted_kv(sequence, accepted)
@@ -330,39 +321,6 @@ class TargetVerifier(Stage):
             self._outbox.send(StageName.SPECULATOR, end)
             if self._has_cache:
                 self._outbox.send(StageName.PREDICTOR, end)
-
-
-def _tree_positions(sequence: Sequence) -> list[int]:
-    """Absolute positions of the root and of the nodes of the proposal."""
-    root = len(sequence.token_ids) - 1
-    positions = [root]
-    for parent in sequence.tree()[1]:
-        positions.append(positions[parent + 1] + 1)
-    return positions
-
-
-def _round_batch(sequences: list[Sequence]) -> ForwardBatch:
-    """Pack root and tree of every sequence into one forward."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    rows: list[SequenceRows] = []
-    for sequence in sequences:
-        tree_tokens, parents = sequence.tree()
-        root_slot = len(sequence.token_ids) - 1
-        num_rows = 1 + len(tree_tokens)
-        is_chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        token_ids += [sequence.token_ids[-1], *tree_tokens]
-        positions += _tree_positions(sequence)
-        rows.append(
-            SequenceRows(
-                kv=sequence.kv,
-                prefix_len=root_slot,
-                write_slots=list(range(root_slot, root_slot + num_rows)),
-                tail_len=num_rows,
-                mask=None if is_chain else torch.tensor(ancestor_rows(parents)),
-            )
-        )
-    return ForwardBatch(token_ids=token_ids, positions=positions, sequences=rows, logit_rows=None)
 
 
 def build(context: StageContext) -> TargetVerifier:
