@@ -11,9 +11,10 @@ from pipeline.errors import ConfigError
 from stages.draft_speculator.draft_source import DraftSource
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
+from stages.model.draft_folder import is_draft_folder, load_draft_folder
 from stages.model.runner import ModelRunner
-from stages.model.shape import read_shape
-from stages.model.weights import load_model
+from stages.model.shape import ModelShape, read_shape
+from stages.model.weights import LoadedModel, load_model
 from stages.vocabulary import check_same_vocabulary
 
 
@@ -32,6 +33,8 @@ def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
         if draft.path is None:
             raise ConfigError("speculation.draft.path is missing: draft.kind=model needs it")
         path = Path(draft.path)
+        if is_draft_folder(path):
+            return _distilled_source(config, target_path, path, max_nodes=max_nodes)
         check_same_vocabulary(target_path, path)
     target_shape = read_shape(target_path)
     if draft.layers is not None and draft.layers > target_shape.num_layers:
@@ -40,14 +43,28 @@ def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
             "choose fewer"
         )
     model = load_model(path, dtype=getattr(torch, config.model.dtype.value), num_layers=draft.layers)
+    runner = _make_runner(config, model, target_shape, max_nodes=max_nodes)
+    return ModelDraft(runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size))
+
+
+def _distilled_source(config: RunConfig, target_path: Path, path: Path, *, max_nodes: int) -> DraftSource:
+    """A draft made by `tools.distill`: the target's embedding, and a head over a part of its ids."""
+    loaded = load_draft_folder(path, target_path, dtype=getattr(torch, config.model.dtype.value))
+    runner = _make_runner(config, loaded.model, read_shape(target_path), max_nodes=max_nodes)
+    return ModelDraft(runner, vocab_size=loaded.model.shape.vocab_size, head_token_ids=loaded.head_token_ids)
+
+
+def _make_runner(
+    config: RunConfig, model: LoadedModel, target_shape: ModelShape, *, max_nodes: int
+) -> ModelRunner:
+    """A runner with KV for `max_requests` requests of the longest context, and their trees."""
     page_size = config.placement.page_size
     longest = min(config.model.max_context, target_shape.max_position, model.shape.max_position)
     slots_per_request = -(-(longest + max_nodes) // page_size) * page_size
-    runner = ModelRunner(
+    return ModelRunner(
         shape=model.shape,
         weights=model.weights,
         num_slots=slots_per_request * config.max_requests,
         page_size=page_size,
         dtype=model.weights.embed.dtype,
     )
-    return ModelDraft(runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size))

@@ -1,4 +1,7 @@
-"""A draft model: another model with the target's vocabulary, or the target's own first layers."""
+"""A draft model: one distilled from the target, another of its vocabulary, or its own first layers.
+
+Proposals and scores are named by the target's ids, whatever rows the draft's head has.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,26 @@ from stages.model.token_law import TokenLaw
 class LogitsRow:
     """`NextTokens` over one row of perturbed logits. The top is sorted out only when it is asked for."""
 
-    __slots__ = ("_best", "_row")
+    __slots__ = ("_best", "_row", "_token_ids")
 
-    def __init__(self, row: Tensor, best: int) -> None:
-        """row: [V] perturbed logits; best: their arg-max."""
+    def __init__(self, row: Tensor, best: int, token_ids: list[int] | None) -> None:
+        """row: [V] perturbed logits; best: their arg-max; token_ids: of the columns, None if they are ids."""
         self._row = row
         self._best = best
+        self._token_ids = token_ids
 
     def best(self) -> int | None:
         """The likeliest token under the shared noise."""
-        return self._best
+        return self._best if self._token_ids is None else self._token_ids[self._best]
 
     def top(self, count: int) -> tuple[list[int], list[float]]:
         """Best first, excluded tokens left out; scores are log q + g up to the row's own constant."""
-        values, ids = self._row.topk(min(count, self._row.shape[-1]))
+        values, columns = self._row.topk(min(count, self._row.shape[-1]))
         num_allowed = int((values > -torch.inf).sum())
-        return ids[:num_allowed].tolist(), values[:num_allowed].tolist()
+        ids: list[int] = columns[:num_allowed].tolist()
+        if self._token_ids is not None:
+            ids = [self._token_ids[column] for column in ids]
+        return ids, values[:num_allowed].tolist()
 
 
 @dataclass(slots=True)
@@ -47,10 +54,14 @@ class _DraftRequest:
 class ModelDraft(DraftSource):
     """Reads nodes with one packed forward over all requests."""
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks."""
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, head_token_ids: Tensor | None = None) -> None:
+        """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks.
+
+        head_token_ids: [R] ascending, the target's id of each row of a reduced head; None: row i is id i.
+        """
         self._runner = runner
-        self._vocab_ids = torch.arange(vocab_size)
+        self._vocab_ids = torch.arange(vocab_size) if head_token_ids is None else head_token_ids
+        self._token_ids: list[int] | None = None if head_token_ids is None else head_token_ids.tolist()
         self._requests: dict[str, _DraftRequest] = {}
         self.max_position = runner.shape.max_position
 
@@ -87,7 +98,7 @@ class ModelDraft(DraftSource):
             )
             bests = perturbed.argmax(dim=-1).tolist()  # the one synchronisation of a step
             for node, best, scores in zip(wanted, bests, perturbed, strict=True):
-                tree.next_tokens[node] = LogitsRow(scores, best)
+                tree.next_tokens[node] = LogitsRow(scores, best, self._token_ids)
             for node in job.nodes:
                 tree.is_read[node] = True
             row += len(wanted)

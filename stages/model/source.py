@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from stages.model.cache_folder import build_once
+from stages.model.draft_folder import is_draft_folder
 
 _CONVERTER_VERSION = 1
 """Part of every cache key: raise it when a conversion changes."""
@@ -25,7 +26,8 @@ def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
     """The local folder of a model, with config.json, safetensors and tokenizer.json.
 
     path: None for the demo model, a local folder, a .gguf file, or a Hugging Face id.
-    needs_tokenizer: False accepts a folder without one, as a draft's may be.
+    needs_tokenizer: False accepts a folder without one. A distilled draft never has one: it goes by its
+        target's, and is returned as it is.
     Slow steps write one line each to stderr. Raises `ConfigError`.
     """
     if path is None:
@@ -44,7 +46,7 @@ def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
             f"model.path={path} does not exist; "
             "expected a folder, a .gguf file or a Hugging Face id (owner/name)"
         )
-    if needs_tokenizer and not (folder / "tokenizer.json").is_file():
+    if needs_tokenizer and not (folder / "tokenizer.json").is_file() and not is_draft_folder(folder):
         return _with_tokenizer(folder)
     return folder
 

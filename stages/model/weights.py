@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,6 +92,18 @@ def load_model(path: str | Path, *, dtype: torch.dtype, num_layers: int | None =
     tensors = dict(_read_tensors(file_by_name, wanted, dtype))
     weights = assemble_weights(shape, lambda name: tensors.pop(name))
     return LoadedModel(shape=shape, weights=weights, eos_token_ids=shape.eos_token_ids)
+
+
+def read_tensors(path: str | Path, names: Iterable[str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Only the named ones of `expected_tensors`, from a model folder. Raises `ConfigError`."""
+    folder = Path(path)
+    file_by_name = _files_by_tensor(folder)
+    expected = expected_tensors(read_shape(folder))
+    wanted = {name: expected[name] for name in names}
+    missing = sorted(wanted.keys() - file_by_name.keys())
+    if missing:
+        raise ConfigError(f"{folder} lacks the tensor {missing[0]}; expected a model folder")
+    return dict(_read_tensors(file_by_name, wanted, dtype))
 
 
 def random_model(shape: ModelShape, *, seed: int, dtype: torch.dtype) -> LoadedModel:
