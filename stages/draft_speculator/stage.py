@@ -158,6 +158,7 @@ class DraftSpeculator(Stage):
             self.num_stale_messages += 1
             return
         tree = request.tree
+        _check_plan(plan, request)
         for accepted_index, bonus_token in zip(plan.nodes, plan.token_ids, strict=True):
             depth_of_node = tree.depth(tree.proposal_node(accepted_index))
             useful = self._useful_depth(request, tree.committed_len + depth_of_node + 1)
@@ -314,6 +315,19 @@ def _check_outcome(outcome: Outcome, request: DraftRequest) -> None:
         raise ProtocolError(
             f"outcome for request {outcome.request_id}: expected (round, committed tokens) {expected}, got "
             f"{(outcome.round_id, outcome.committed_len)}"
+        )
+
+
+def _check_plan(plan: Plan, request: DraftRequest) -> None:
+    """Refuse a plan that names nodes which were not proposed."""
+    num_nodes = len(request.tree.proposal)
+    if len(plan.nodes) != len(plan.token_ids):
+        raise ProtocolError(
+            f"plan for request {plan.request_id}: {len(plan.nodes)} nodes but {len(plan.token_ids)} tokens"
+        )
+    if any(not -1 <= node < num_nodes for node in plan.nodes):
+        raise ProtocolError(
+            f"plan for request {plan.request_id}: expected nodes from -1 to {num_nodes - 1}, got {plan.nodes}"
         )
 
 

@@ -20,6 +20,7 @@ from pipeline.messages import (
     Sampling,
     StageName,
 )
+from stages.draft_speculator.draft_request import Phase
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.stage import DraftSpeculator
 from stages.model.weights import random_model
@@ -275,6 +276,26 @@ def test_repeated_and_impossible_round_messages_are_refused_and_change_nothing()
         StageName.VERIFIER,
         StageName.SPECULATOR,
     ]
+    assert pipeline.recorder.tokens("r") == PlainDecoder(target).generate(PROMPT, _greedy())
+
+
+@pytest.mark.parametrize(("nodes", "token_ids"), [([4], [1]), ([-2], [1]), ([0, 1], [1])])
+def test_a_plan_for_nodes_that_were_not_proposed_is_refused(nodes: list[int], token_ids: list[int]) -> None:
+    """Nothing is prepared then, and the tokens stay right."""
+    target = tiny_target()
+    pipeline = TinyPipeline(_ssd(), target, draft_by_name("noisy", target))
+    pipeline.runtime.hold = lambda sender, receiver, message: (
+        isinstance(message, Plan) and sender is StageName.PREDICTOR
+    )
+    pipeline.submit("r", PROMPT, _greedy())
+    speculator = pipeline.runtime.stages[StageName.SPECULATOR]
+    assert isinstance(speculator, DraftSpeculator)
+    pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
+    plan = Plan(request_id="r", round_id=speculator._requests["r"].round_id, nodes=nodes, token_ids=token_ids)
+    pipeline.runtime.run_until(lambda: speculator._requests["r"].phase is Phase.PLANNING)
+    pipeline.runtime.send(StageName.SPECULATOR, plan)
+    pipeline.runtime.run_until(lambda: pipeline.recorder.end("r") is not None)
+    assert [name for name, _ in pipeline.runtime.protocol_errors] == [StageName.SPECULATOR]
     assert pipeline.recorder.tokens("r") == PlainDecoder(target).generate(PROMPT, _greedy())
 
 
