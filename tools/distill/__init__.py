@@ -1,0 +1,1 @@
+"""`python -m tools.distill`: makes a draft out of its target. See `tools.distill.command`."""
