@@ -44,8 +44,8 @@ class Figures:
     """Acceptance length at K = 1, 2, ...: with the bonus token."""
     by_source: dict[str, list[float]]
     """Number of positions, rate at depth 1, acceptance length at the greatest depth."""
-    coupled: float
-    """Share of positions where target and draft choose alike at temperature 1."""
+    coupled: float | None
+    """Share of positions where target and draft choose alike at temperature 1; None without any."""
     predicted: dict[str, list[float]]
     """tokens/s by K, if `target_ms` and `step_ms` were given."""
 
@@ -150,10 +150,10 @@ def greedy_chains(draft: Draft, starts: list[tuple[Answer, int]], depth: int) ->
     return right
 
 
-def coupled_agreement(draft: Draft, positions: list[tuple[Answer, int]]) -> float:
+def coupled_agreement(draft: Draft, positions: list[tuple[Answer, int]]) -> float | None:
     """Share of positions where both arg-max of (log law + noise) are the same id."""
     if not positions:
-        return 0.0
+        return None
     logits = draft.next_logits([[*a.prompt_ids.tolist(), *a.answer_ids[:p].tolist()] for a, p in positions])
     num_right = 0
     for index, (answer, place) in enumerate(positions):
@@ -167,7 +167,7 @@ def coupled_agreement(draft: Draft, positions: list[tuple[Answer, int]]) -> floa
 
 
 def summarise(
-    settings: DistillSettings, starts: list[tuple[Answer, int]], right: list[int], coupled: float
+    settings: DistillSettings, starts: list[tuple[Answer, int]], right: list[int], coupled: float | None
 ) -> Figures:
     """Rates and lengths from the chains."""
     depths = range(1, settings.depth + 1)
@@ -230,6 +230,7 @@ def _print(settings: DistillSettings, figures: Figures, num_starts: int) -> None
         )
     for source, (count, rate, length) in figures.by_source.items():
         say(f"  {source}: {count:.0f} positions, first token {rate:.3f}, length {length:.2f}")
-    say(f"coupled at temperature 1, one token ahead, target's law by its top tokens: {figures.coupled:.3f}")
+    coupled = "no positions" if figures.coupled is None else f"{figures.coupled:.3f}"
+    say(f"coupled at temperature 1, one token ahead, target's law by its top tokens: {coupled}")
     for system, speeds in figures.predicted.items():
         say(f"predicted tokens/s by K, {system}: " + " ".join(f"{speed:.1f}" for speed in speeds))

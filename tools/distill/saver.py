@@ -100,7 +100,8 @@ def _card(settings: DistillSettings, work: Path, layers: list[int], arguments: S
         ]
         rows = zip(figures["rates"], figures["conditional"], figures["lengths"], strict=True)
         lines += [f"| {k} | {a:.3f} | {b:.3f} | {c:.3f} |" for k, (a, b, c) in enumerate(rows, start=1)]
-        lines += ["", f"Coupled at temperature 1, one token ahead: {figures['coupled']:.3f}."]
+        if figures["coupled"] is not None:
+            lines += ["", f"Coupled at temperature 1, one token ahead: {figures['coupled']:.3f}."]
     return "\n".join(lines) + "\n"
 
 
