@@ -57,12 +57,11 @@ def _top_p_threshold(law: Tensor, top_p: float) -> Tensor:
     return values.gather(-1, num_kept - 1)
 
 
-def choose_coupled(law: Tensor, noise: Tensor | None) -> Tensor:
-    """Sample one token per row with the given Gumbel noise (Gumbel-max identity).
+def choose_coupled(perturbed: Tensor) -> Tensor:
+    """Sample one token per row (Gumbel-max identity): the target's choice, and the draft's best child.
 
-    law:   [T, V], from `sampling_law`; -inf = excluded.
-    noise: [T, V], from `gumbel_noise`, or None for greedy rows.
+    perturbed: [T, V], `sampling_law` plus `gumbel_noise`; for greedy rows the logits alone. -inf plus noise
+        stays -inf, because noise is finite: an excluded token never wins.
     Returns token ids [T] int64. Ties go to the lowest id, so every stage breaks them alike.
     """
-    # -inf plus finite noise stays -inf, so an excluded token can never win.
-    return (law if noise is None else law + noise).argmax(dim=-1)
+    return perturbed.argmax(dim=-1)

@@ -17,16 +17,6 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """Nodes from the root's child down to `node`; empty for the root (-1)."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    path.reverse()
-    return path
-
-
 def check_tree(token_ids: Sequence[int], parents: Sequence[int], *, vocab_size: int) -> str | None:
     """What is wrong with a tree that another process sent, or None.
 

@@ -53,6 +53,8 @@ class StageStats(ControlMessage, frozen=True, kw_only=True):
     """Frames that were no message for this stage."""
     num_refused: int
     """Messages that the stage answered with a `ProtocolError`."""
+    num_late: int
+    """Messages about something that was over."""
     busy_ns: int
     """Time in `handle`, and in `work` that did something."""
     transit_ns: int

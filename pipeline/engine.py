@@ -104,11 +104,16 @@ class Engine:
     ) -> None:
         """Send a request on its way; give exactly one of `prompt` and `chat`.
 
-        Raises `RequestError` when it is neither or both, `EngineDead` when the engine has ended.
+        Raises `RequestError` when it is neither or both, or when an option of `sampling` is out of range,
+        and `EngineDead` when the engine has ended.
         """
         if (prompt is None) == (chat is None):
             given = "neither" if prompt is None else "both"
             raise RequestError(f"{request_id}: expected either a prompt or a chat, got {given}")
+        try:
+            msgspec.convert(msgspec.to_builtins(sampling), Sampling)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{request_id}: {error}") from None
         request = SubmitRequest(
             request_id=request_id,
             prompt=prompt,
@@ -119,7 +124,10 @@ class Engine:
         self._supervisor.send(StageName.TOKENIZER, request)
 
     def cancel(self, request_id: str) -> None:
-        """Ask for the end of a request; its `RequestFinished` still comes. Unknown ids are ignored."""
+        """Ask for the end of a request: `RequestFinished` comes, or `RequestFailed` if it had not started.
+
+        Unknown ids are ignored.
+        """
         self._supervisor.send(StageName.TOKENIZER, CancelRequest(request_id=request_id))
 
     def events(self, timeout_s: float) -> list[FrontendMessage]:

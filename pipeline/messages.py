@@ -12,6 +12,10 @@ outcome            (accepted_node, bonus_token): the deepest accepted node (-1 =
 branch             a predicted outcome with the continuation drafted for it.
 hit                the outcome was in the speculation cache with at least one drafted token after it.
 
+Between verifier, speculator and predictor, `request_id` names one *admission*: the verifier adds a number
+to the user's id (`Sequence.draft_id`), so that mail about a cancelled request is never taken for mail about
+its successor with the same id.
+
 `round_id` and `committed_len` travel in every round message and are checked on arrival, so that a
 late or repeated message fails loudly and never as wrong text. Times are `time.monotonic_ns()`, which
 all processes of one host share. Tensors do not travel: see `pipeline.tensor_pool.TensorRef`.
@@ -20,8 +24,10 @@ all processes of one host share. Tensors do not travel: see `pipeline.tensor_poo
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pipeline.tensor_pool import TensorRef
 
@@ -44,17 +50,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request is sampled. Every field is resolved: the frontend draws a seed where none was given."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1)]
     """Most tokens to generate, at least 1."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """0 is greedy."""
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
-    seed: int
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """0 <= seed < 2**63."""
 
 
@@ -186,8 +192,7 @@ class Plan(Message, frozen=True, kw_only=True):
 class Candidates(Message, frozen=True, kw_only=True):
     """The draft's likeliest tokens after the root and after every node of the submitted proposal.
 
-    Row 0 of the tensors is the root, row i + 1 is node i. Rows hold candidates best first, padded with
-    id -1.
+    Row 0 of the tensor is the root, row i + 1 is node i. Rows hold candidates best first, padded with -1.
     """
 
     request_id: str
@@ -196,8 +201,6 @@ class Candidates(Message, frozen=True, kw_only=True):
     parents: list[int]
     candidate_ids: TensorRef
     """[rows, width] int32."""
-    candidate_scores: TensorRef
-    """[rows, width] float32: log q + g, the perturbed draft logits."""
 
 
 # --- to the detokenizer -------------------------------------------------------------------------------

@@ -223,6 +223,7 @@ class StageRunner:
             num_sent=self._outbox.num_sent,
             num_dropped=self._inbox.num_dropped,
             num_refused=self._num_refused,
+            num_late=0 if self._stage is None else self._stage.num_late_messages,
             busy_ns=self._busy_ns,
             transit_ns=self._inbox.transit_ns,
             running_ns=time.monotonic_ns() - self._running_since_ns,

@@ -48,6 +48,8 @@ class Stage(ABC):
     `accepts` is the union of message types its inbox decodes; anything else is refused at the door.
     """
 
+    num_late_messages: int = 0
+    """Messages about something that is over: dropped, and reported with the stage's figures."""
     accepts: Any
     """A `Message` subclass or a union of them."""
 

@@ -102,11 +102,10 @@ class PlainDecoder:
         """Output tokens, the end-of-sequence token included."""
         tokens = list(prompt)
         while len(tokens) < min(len(prompt) + sampling.max_tokens, max_context):
-            noise = None
             law = self.law(tokens, sampling)
             if sampling.temperature > 0:
-                noise = gumbel_noise(sampling.seed, len(tokens), self._vocab_ids).to(law.dtype).unsqueeze(0)
-            tokens.append(int(choose_coupled(law, noise)))
+                law = law + gumbel_noise(sampling.seed, len(tokens), self._vocab_ids).to(law.dtype)
+            tokens.append(int(choose_coupled(law)))
             if tokens[-1] == EOS:
                 break
         return tokens[len(prompt) :]

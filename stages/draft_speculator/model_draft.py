@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.sampling import choose_coupled
 from pipeline.messages import BeginDraft
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
@@ -96,7 +97,7 @@ class ModelDraft(DraftSource):
             perturbed = law.perturb(
                 logits[row : row + len(wanted)], [tree.position(node) + 1 for node in wanted]
             )
-            bests = perturbed.argmax(dim=-1).tolist()  # the one synchronisation of a step
+            bests = choose_coupled(perturbed).tolist()  # the one synchronisation of a step
             for node, best, scores in zip(wanted, bests, perturbed, strict=True):
                 tree.next_tokens[node] = LogitsRow(scores, best, self._token_ids)
             for node in job.nodes:

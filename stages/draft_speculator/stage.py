@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from conf.schema import RunConfig
-from pipeline.errors import ProtocolError, RequestError
+from pipeline.errors import EngineDead, ProtocolError, RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
@@ -57,8 +57,6 @@ class DraftSpeculator(Stage):
         self._depth = speculation.depth
         self._budget = speculation.budget if self._has_cache else 0
         self._requests: dict[str, DraftRequest] = {}
-        self.num_stale_messages = 0
-        """Plans and outcomes that came too late to matter; dropped."""
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -75,9 +73,6 @@ class DraftSpeculator(Stage):
             num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
             self._id_pool = self._context.pools.export(
                 PoolSpec(name="candidate_ids", num_slots=num_slots, shape=(rows, width), dtype="int32")
-            )
-            self._score_pool = self._context.pools.export(
-                PoolSpec(name="candidate_scores", num_slots=num_slots, shape=(rows, width), dtype="float32")
             )
 
     def close(self) -> None:
@@ -129,7 +124,7 @@ class DraftSpeculator(Stage):
     def _take_outcome(self, outcome: Outcome) -> None:
         request = self._requests.get(outcome.request_id)
         if request is None or outcome.round_id < request.round_id:
-            self.num_stale_messages += 1
+            self.num_late_messages += 1
             return
         tree = request.tree
         _check_outcome(outcome, request)
@@ -155,7 +150,7 @@ class DraftSpeculator(Stage):
     def _take_plan(self, plan: Plan) -> None:
         request = self._requests.get(plan.request_id)
         if request is None or request.round_id != plan.round_id or request.phase is not Phase.PLANNING:
-            self.num_stale_messages += 1
+            self.num_late_messages += 1
             return
         tree = request.tree
         _check_plan(plan, request)
@@ -266,13 +261,11 @@ class DraftSpeculator(Stage):
         tree = request.tree
         nodes = [tree.root, *tree.proposal]
         ids = np.full((len(nodes), self._budget + 1), -1, dtype=np.int32)
-        scores = np.full(ids.shape, -np.inf, dtype=np.float32)
         for row, node in enumerate(nodes):
             next_tokens = tree.next_tokens[node]
             if next_tokens is not None:
-                top_ids, top_scores = next_tokens.top(self._budget + 1)
+                top_ids, _ = next_tokens.top(self._budget + 1)
                 ids[row, : len(top_ids)] = top_ids
-                scores[row, : len(top_ids)] = top_scores
         self._outbox.send(
             StageName.PREDICTOR,
             Candidates(
@@ -281,7 +274,6 @@ class DraftSpeculator(Stage):
                 token_ids=[tree.token_ids[node] for node in tree.proposal],
                 parents=tree.proposal_parents(),
                 candidate_ids=self._id_pool.write(ids),
-                candidate_scores=self._score_pool.write(scores),
             ),
         )
         request.phase = Phase.PLANNING
@@ -302,17 +294,21 @@ class DraftSpeculator(Stage):
 
 
 def _check_outcome(outcome: Outcome, request: DraftRequest) -> None:
-    """Refuse an outcome that does not follow from what this request proposed."""
+    """Refuse an outcome that does not follow from what this request proposed.
+
+    Such a one ends the run: the two sides disagree about what is committed, and the target would wait for
+    a proposal that never comes.
+    """
     tree = request.tree
     if not -1 <= outcome.accepted_node < len(tree.proposal):
-        raise ProtocolError(
+        raise EngineDead(
             f"outcome for request {outcome.request_id}: node {outcome.accepted_node} was accepted, but "
             f"{len(tree.proposal)} were proposed"
         )
     num_new = tree.depth(tree.proposal_node(outcome.accepted_node)) + 1
     expected = (request.round_id, tree.committed_len + num_new)
     if (outcome.round_id, outcome.committed_len) != expected:
-        raise ProtocolError(
+        raise EngineDead(
             f"outcome for request {outcome.request_id}: expected (round, committed tokens) {expected}, got "
             f"{(outcome.round_id, outcome.committed_len)}"
         )

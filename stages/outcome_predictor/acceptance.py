@@ -6,15 +6,16 @@ from pipeline.messages import Outcome
 
 _DECAY = 0.98
 """Per round: the estimate follows the last fifty rounds or so, as text moves between easy and hard."""
-_PRIOR_ACCEPTED = 3.0
 _PRIOR_TRIALS = 5.0
-"""Before the first outcomes: 0.6, held as weakly as five trials."""
+"""How firmly a new estimate holds on to where it started."""
 
 
 class AcceptanceEstimate:
     """Probability that one draft token is accepted, given that those before it were."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: float = 0.6) -> None:
+        """start: the estimate before the first outcome."""
+        self._start = start
         self._accepted = 0.0
         self._trials = 0.0
 
@@ -29,4 +30,4 @@ class AcceptanceEstimate:
     @property
     def value(self) -> float:
         """Between 0 and 1, never either."""
-        return (self._accepted + _PRIOR_ACCEPTED) / (self._trials + _PRIOR_TRIALS)
+        return (self._accepted + self._start * _PRIOR_TRIALS) / (self._trials + _PRIOR_TRIALS)

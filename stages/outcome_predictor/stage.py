@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from conf.schema import RunConfig
-from kernels.tree import node_depths
+from kernels.tree import check_tree, node_depths
+from pipeline.errors import ProtocolError
 from pipeline.messages import Candidates, EndDraft, Outcome, Plan, PredictorMessage, StageName
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
@@ -34,7 +35,7 @@ class OutcomePredictor(Stage):
         self._pools: Mapping[str, TensorPool] = {}
         self._acceptance: dict[str, AcceptanceEstimate] = {}
         self._overall = AcceptanceEstimate()
-        """Across requests: what a new request starts from."""
+        """Across requests."""
 
     def setup(self) -> None:
         """Nothing to load."""
@@ -53,14 +54,26 @@ class OutcomePredictor(Stage):
             case Candidates():
                 self._plan(message)
             case Outcome():
+                self._estimate_of(message.request_id).add(message)
                 self._overall.add(message)
-                self._acceptance.setdefault(message.request_id, AcceptanceEstimate()).add(message)
             case EndDraft():
                 self._acceptance.pop(message.request_id, None)
 
+    def _estimate_of(self, request_id: str) -> AcceptanceEstimate:
+        """A request starts from what was learned from all before it."""
+        estimate = self._acceptance.get(request_id)
+        if estimate is None:
+            estimate = self._acceptance[request_id] = AcceptanceEstimate(self._overall.value)
+        return estimate
+
     def _plan(self, message: Candidates) -> None:
+        fault = check_tree(message.token_ids, message.parents, vocab_size=1 << 31)
+        pool = self._pools.get(message.candidate_ids.pool)
+        if fault is not None or pool is None:
+            fault = fault or f"there is no pool {message.candidate_ids.pool!r}"
+            raise ProtocolError(f"candidates for request {message.request_id}: {fault}")
         # A StaleTensor here means that the round is over; the runtime counts it, and no plan is owed.
-        ids = self._pools[message.candidate_ids.pool].read(message.candidate_ids)
+        ids = pool.read(message.candidate_ids)
         rows = ids[: len(message.token_ids) + 1].tolist()
         children: list[set[int]] = [set() for _ in rows]
         for token, parent in zip(message.token_ids, message.parents, strict=True):
@@ -70,7 +83,8 @@ class OutcomePredictor(Stage):
             for row, proposed in zip(rows, children, strict=True)
         ]
         depths = [0, *node_depths(message.parents)]
-        acceptance = self._acceptance.get(message.request_id, self._overall).value
+        estimate = self._acceptance.get(message.request_id, self._overall)
+        acceptance = estimate.value
         counts = fan_outs(self._policy, depths, budget=self._budget, acceptance=acceptance, power=_POWER)
         outcomes = choose_outcomes(candidates, counts, depths, acceptance=acceptance, power=_POWER)
         self._outbox.send(

@@ -7,7 +7,8 @@ target waits while the draft computes, and the rest, which is the pipeline's own
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pipeline.messages import Proposal, ProposalSource, RequestMetrics
 
@@ -35,6 +36,17 @@ def idle_spans(window: Span, busy: Iterable[Span]) -> list[Span]:
     return idle
 
 
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """The union of spans, ascending and disjoint."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
 class TargetClock:
     """When the target computed: shared by all requests of a verifier."""
 
@@ -51,16 +63,29 @@ class TargetClock:
         self.recent_spans.append((start_ns, end_ns))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StartedRound:
+    """What a round adds to the figures once it is committed."""
+
+    source: ProposalSource | None
+    ready_length: int
+    wait_ns: int
+    draft_wait_ns: int
+    overlap_ns: int
+
+
 class RoundClock:
-    """Times and counts of one request."""
+    """Times and counts of one request. A round counts when it ends: one that a cancel cut off does not."""
 
     def __init__(self, *, submitted_ns: int, target: TargetClock, has_cache: bool) -> None:
         self._submitted_ns = submitted_ns
         self._target = target
         self._has_cache = has_cache
         self._decode_start_ns = 0
-        self._last_commit_ns = 0
         self._compute_ns_at_start = 0
+        self._last_commit_ns = 0
+        self._compute_ns_at_last_commit = 0
+        self._started: _StartedRound | None = None
         self._wait_ns = 0
         self._draft_wait_ns = 0
         self._overlap_ns = 0
@@ -77,34 +102,49 @@ class RoundClock:
         self._num_rounds = 1
         self._num_output = 1
         self._decode_start_ns = self._last_commit_ns = now_ns
-        self._compute_ns_at_start = self._target.compute_ns
+        self._compute_ns_at_start = self._compute_ns_at_last_commit = self._target.compute_ns
 
-    def receive(self, proposal: Proposal, now_ns: int) -> None:
-        """The proposal of the next round is here."""
+    def start_round(self, proposal: Proposal | None, *, draft_spans: Sequence[Span], now_ns: int) -> None:
+        """The target begins to verify.
+
+        draft_spans: when the draft computed for any request of the round since its last proposal: all of
+            them wait for the slowest, so all share the wait.
+        """
         # With several requests the target may have prefilled another one in the meantime.
         waited = idle_spans((self._last_commit_ns, now_ns), self._target.recent_spans)
-        self._wait_ns += sum(end - start for start, end in waited)
-        self._draft_wait_ns += overlap_ns(proposal.draft_spans, waited)
-        decode_spans = [s for s in self._target.recent_spans if s[0] >= self._decode_start_ns]
-        self._overlap_ns += overlap_ns(proposal.draft_spans, decode_spans)
-        if proposal.source is ProposalSource.HIT:
-            self._hits += 1
-            self._ready_lengths += proposal.ready_length
-        elif proposal.source is ProposalSource.BACKUP:
-            self._misses += 1
+        decoding = [span for span in self._target.recent_spans if span[0] >= self._decode_start_ns]
+        self._started = _StartedRound(
+            source=None if proposal is None else proposal.source,
+            ready_length=0 if proposal is None else proposal.ready_length,
+            wait_ns=0 if proposal is None else sum(end - start for start, end in waited),
+            draft_wait_ns=overlap_ns(draft_spans, waited),
+            overlap_ns=0 if proposal is None else overlap_ns(proposal.draft_spans, decoding),
+        )
 
     def end_round(self, *, num_proposed: int, num_accepted: int, num_committed: int, now_ns: int) -> None:
-        """A round is committed; the counts are those left after truncation."""
+        """The started round is committed; the counts are those left after truncation."""
+        started = self._started
+        assert started is not None, "a round ends that did not start"
+        self._started = None
+        self._wait_ns += started.wait_ns
+        self._draft_wait_ns += started.draft_wait_ns
+        self._overlap_ns += started.overlap_ns
+        if started.source is ProposalSource.HIT:
+            self._hits += 1
+            self._ready_lengths += started.ready_length
+        elif started.source is ProposalSource.BACKUP:
+            self._misses += 1
         self._num_rounds += 1
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
         self._num_output += num_committed
         self._last_commit_ns = now_ns
+        self._compute_ns_at_last_commit = self._target.compute_ns
 
     def metrics(self) -> RequestMetrics:
         """The figures so far. Needs `end_prefill`."""
         decode_ns = self._last_commit_ns - self._decode_start_ns
-        compute_ns = self._target.compute_ns - self._compute_ns_at_start
+        compute_ns = self._compute_ns_at_last_commit - self._compute_ns_at_start
         has_decoded = self._num_rounds > 1
         num_lookups = self._hits + self._misses
         return RequestMetrics(

@@ -18,6 +18,8 @@ class Sequence:
     """
 
     request_id: str
+    draft_id: str
+    """What speculator and predictor call it: unique among all admissions of this verifier."""
     sampling: Sampling
     token_ids: list[int]
     """Committed tokens: prompt, then output."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from conf.schema import DraftKind, DType, RunConfig
-from kernels.tree import accept_path, check_tree
-from pipeline.errors import ConfigError, ProtocolError, RequestError
+from kernels.sampling import choose_coupled
+from kernels.tree import accept_path, check_tree, node_depths
+from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
 from pipeline.messages import (
     BeginDraft,
     CancelRequest,
@@ -24,6 +25,7 @@ from pipeline.messages import (
     FinishReason,
     Outcome,
     Proposal,
+    ProposalSource,
     RequestFailed,
     StageName,
     TokenizedRequest,
@@ -35,7 +37,7 @@ from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
 from stages.target_verifier.draft_watch import DraftWatch
 from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_positions
-from stages.target_verifier.round_clock import RoundClock, TargetClock
+from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
 from stages.target_verifier.sequence import Sequence
 from stages.target_verifier.stopping import find_ending
 
@@ -54,6 +56,8 @@ class TargetVerifier(Stage):
         self._max_nodes = config.speculation.depth if self._has_draft else 0
         self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
+        self._by_draft_id: dict[str, Sequence] = {}
+        self._num_admitted = 0
         self._clock = TargetClock()
         self._watch = DraftWatch(config.speculation.draft)
 
@@ -85,6 +89,7 @@ class TargetVerifier(Stage):
     def close(self) -> None:
         """Drop every request."""
         self._sequences.clear()
+        self._by_draft_id.clear()
         self._waiting.clear()
 
     # --- messages --------------------------------------------------------------------------------------
@@ -117,25 +122,41 @@ class TargetVerifier(Stage):
             self._waiting.append(request)
 
     def _take_proposal(self, proposal: Proposal) -> None:
-        sequence = self._sequences.get(proposal.request_id)
+        sequence = self._by_draft_id.get(proposal.request_id)
         if sequence is None:
-            return  # the request was cancelled while its proposal was under way
+            self.num_late_messages += 1  # the request was cancelled while its proposal was under way
+            return
         expected = (sequence.round_id, len(sequence.token_ids))
-        if sequence.proposal is not None or (proposal.round_id, proposal.committed_len) != expected:
-            raise ProtocolError(
-                f"proposal for request {proposal.request_id}: expected (round, committed tokens) {expected}, "
-                f"got {(proposal.round_id, proposal.committed_len)}"
-            )
-        fault = check_tree(proposal.token_ids, proposal.parents, vocab_size=len(self._vocab_ids))
-        if fault is None and len(proposal.token_ids) > self._max_nodes:
-            fault = f"{len(proposal.token_ids)} nodes, at most {self._max_nodes} fit"
+        got = (proposal.round_id, proposal.committed_len)
+        what = f"proposal for request {proposal.request_id}: expected (round, committed tokens) {expected}"
+        if proposal.round_id < sequence.round_id or (got == expected and sequence.proposal is not None):
+            raise ProtocolError(f"{what}, got {got} once more")
+        if got != expected:
+            # The two sides disagree about what is committed: to wait for another proposal would be to hang.
+            raise EngineDead(f"{what}, got {got}")
+        fault = self._fault_of(proposal, sequence)
         if fault is not None:
             # The target must not wait for a better one: verify nothing, and let the error be counted.
-            proposal = msgspec.structs.replace(proposal, token_ids=[], parents=[])
-        sequence.clock.receive(proposal, time.monotonic_ns())
+            proposal = msgspec.structs.replace(
+                proposal,
+                token_ids=[],
+                parents=[],
+                ready_length=0,
+                source=ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT,
+            )
         sequence.proposal = proposal
         if fault is not None:
             raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
+
+    def _fault_of(self, proposal: Proposal, sequence: Sequence) -> str | None:
+        """Why a proposal cannot be verified, or None."""
+        num_nodes = len(proposal.token_ids)
+        if num_nodes > self._max_nodes:
+            return f"{num_nodes} nodes, at most {self._max_nodes} fit"
+        fault = check_tree(proposal.token_ids, proposal.parents, vocab_size=len(self._vocab_ids))
+        if fault is None and max(node_depths(proposal.parents), default=0) >= sequence.room:
+            return f"it is as deep as the {sequence.room} tokens that the request may still get, or deeper"
+        return fault
 
     def _cancel(self, request_id: str) -> None:
         waiting = next((w for w in self._waiting if w.request_id == request_id), None)
@@ -181,8 +202,10 @@ class TargetVerifier(Stage):
         except RequestError as error:
             self._fail(request.request_id, str(error))
             return
+        self._num_admitted += 1
         sequence = Sequence(
             request_id=request.request_id,
+            draft_id=f"{request.request_id}#{self._num_admitted}",
             sampling=request.sampling,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
@@ -194,12 +217,13 @@ class TargetVerifier(Stage):
             ),
         )
         self._sequences[request.request_id] = sequence
+        self._by_draft_id[sequence.draft_id] = sequence
         if self._has_draft:
             # Before the prefill, so that the draft reads the prompt at the same time.
             self._outbox.send(
                 StageName.SPECULATOR,
                 BeginDraft(
-                    request_id=request.request_id,
+                    request_id=sequence.draft_id,
                     prompt_token_ids=prompt,
                     sampling=request.sampling,
                     max_len=max_len,
@@ -219,6 +243,10 @@ class TargetVerifier(Stage):
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
         start_ns = time.monotonic_ns()
+        proposals = [s.proposal for s in sequences if s.proposal is not None]
+        draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
+        for sequence in sequences:
+            sequence.clock.start_round(sequence.proposal, draft_spans=draft_spans, now_ns=start_ns)
         logits = self._runner.forward(round_batch(sequences))
         accepted_by_row: list[tuple[list[int], list[int]]] = []
         row = 0
@@ -238,7 +266,7 @@ class TargetVerifier(Stage):
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
         """The target's token for each row; `positions[i]` is where the token of row i would stand."""
         perturbed = sequence.law.perturb(logits, positions)
-        choices: list[int] = perturbed.argmax(dim=-1).tolist()  # the one synchronisation of a round
+        choices: list[int] = choose_coupled(perturbed).tolist()  # the one synchronisation of a round
         return choices
 
     def _move_accepted_kv(self, sequence: Sequence, accepted: list[int]) -> None:
@@ -258,7 +286,7 @@ class TargetVerifier(Stage):
         sequence.token_ids.extend(block[: ending.num_kept])
         if self._has_draft and ending.finish_reason is None:
             outcome = Outcome(
-                request_id=sequence.request_id,
+                request_id=sequence.draft_id,
                 round_id=sequence.round_id,
                 committed_len=len(sequence.token_ids),
                 accepted_node=accepted[-1] if accepted else -1,
@@ -314,10 +342,10 @@ class TargetVerifier(Stage):
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a request everywhere."""
-        del self._sequences[sequence.request_id]
+        del self._sequences[sequence.request_id], self._by_draft_id[sequence.draft_id]
         self._runner.kv.free(sequence.kv)
         if self._has_draft:
-            end = EndDraft(request_id=sequence.request_id)
+            end = EndDraft(request_id=sequence.draft_id)
             self._outbox.send(StageName.SPECULATOR, end)
             if self._has_cache:
                 self._outbox.send(StageName.PREDICTOR, end)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conf.schema import FanOut
+from pipeline.errors import EngineDead
 from pipeline.messages import (
     CancelRequest,
     FinishReason,
@@ -252,31 +253,96 @@ def test_a_stale_plan_is_ignored_after_the_outcome() -> None:
     pipeline.finish("r")
     speculator = pipeline.runtime.stages[StageName.SPECULATOR]
     assert isinstance(speculator, DraftSpeculator)
-    assert speculator.num_stale_messages >= 1
+    assert speculator.num_late_messages >= 1
     assert pipeline.recorder.tokens("r") == PlainDecoder(target).generate(PROMPT, _greedy())
 
 
-def test_repeated_and_impossible_round_messages_are_refused_and_change_nothing() -> None:
+def _proposal(round_id: int, committed_len: int) -> Proposal:
+    return Proposal(
+        request_id="r#1",
+        round_id=round_id,
+        committed_len=committed_len,
+        token_ids=[1],
+        parents=[-1],
+        source=ProposalSource.DRAFT,
+        ready_length=0,
+        draft_spans=[],
+    )
+
+
+def _outcome(round_id: int, committed_len: int, accepted_node: int = -1) -> Outcome:
+    return Outcome(
+        request_id="r#1",
+        round_id=round_id,
+        committed_len=committed_len,
+        accepted_node=accepted_node,
+        bonus_token=1,
+        num_accepted=0,
+        num_proposed=4,
+    )
+
+
+def test_repeated_round_messages_are_dropped_and_change_nothing() -> None:
     target = tiny_target()
     pipeline = TinyPipeline(make_config(), target, draft_by_name("noisy", target))
     pipeline.submit("r", PROMPT, _greedy())
-    pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
-    wrong_round = Proposal(
-        request_id="r", round_id=0, committed_len=8, token_ids=[1], parents=[-1],
-        source=ProposalSource.DRAFT, ready_length=0, draft_spans=[],
-    )  # fmt: skip
-    wrong_outcome = Outcome(
-        request_id="r", round_id=9, committed_len=99, accepted_node=-1, bonus_token=1,
-        num_accepted=0, num_proposed=4,
-    )  # fmt: skip
-    pipeline.runtime.send(StageName.VERIFIER, wrong_round)
-    pipeline.runtime.send(StageName.SPECULATOR, wrong_outcome)
+    pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 3)
+    pipeline.runtime.send(StageName.VERIFIER, _proposal(1, 8))
+    pipeline.runtime.send(StageName.SPECULATOR, _outcome(0, 8))
     pipeline.runtime.run_until(lambda: pipeline.recorder.end("r") is not None)
-    assert [name for name, _ in pipeline.runtime.protocol_errors] == [
-        StageName.VERIFIER,
-        StageName.SPECULATOR,
-    ]
+    assert [name for name, _ in pipeline.runtime.protocol_errors] == [StageName.VERIFIER]
+    assert pipeline.runtime.stages[StageName.SPECULATOR].num_late_messages == 1
     assert pipeline.recorder.tokens("r") == PlainDecoder(target).generate(PROMPT, _greedy())
+
+
+@pytest.mark.parametrize(
+    ("receiver", "message"),
+    [
+        (StageName.VERIFIER, _proposal(9, 99)),
+        (StageName.SPECULATOR, _outcome(9, 99)),
+        (StageName.SPECULATOR, _outcome(1, 99)),
+        (StageName.SPECULATOR, _outcome(1, 9, accepted_node=30)),
+    ],
+)
+def test_a_disagreement_about_what_is_committed_ends_the_run_instead_of_hanging(
+    receiver: StageName, message: Proposal | Outcome
+) -> None:
+    target = tiny_target()
+    pipeline = TinyPipeline(make_config(), target, draft_by_name("noisy", target))
+    # Round 1 is proposed and not yet verified.
+    pipeline.runtime.hold = lambda sender, receiver, message: sender is StageName.SPECULATOR
+    pipeline.submit("r", PROMPT, _greedy())
+    pipeline.runtime.run_until_idle()
+    pipeline.runtime.send(receiver, message)
+    with pytest.raises(EngineDead, match=r"expected|were proposed"):
+        pipeline.runtime.run_until_idle()
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_a_request_id_used_again_after_a_cancel_is_a_new_request(prepare: bool) -> None:
+    """The old proposal is still under way when the successor with the same id and prompt is admitted."""
+    target = tiny_target()
+    pipeline = TinyPipeline(make_config(prepare_outcomes=prepare), target, draft_by_name("noisy", target))
+    pipeline.submit("r", PROMPT, _greedy())
+    pipeline.runtime.hold = lambda sender, receiver, message: (
+        isinstance(message, Proposal | Plan) and sender is not StageName.FRONTEND
+    )
+    pipeline.runtime.run_until_idle()
+    pipeline.runtime.send(StageName.VERIFIER, CancelRequest(request_id="r"))
+    pipeline.submit("r", PROMPT, _greedy())
+    pipeline.runtime.run_until_idle()
+    pipeline.runtime.hold = None
+    pipeline.runtime.run_until(
+        lambda: sum(m.finish_reason is not None for m in pipeline.recorder.committed) == 2
+    )
+    pipeline.runtime.run_until_idle()
+    assert pipeline.runtime.protocol_errors == []
+    assert pipeline.runtime.stages[StageName.VERIFIER].num_late_messages == 1
+    first_block = next(m for m in pipeline.recorder.committed if m.finish_reason is FinishReason.CANCELLED)
+    later = pipeline.recorder.committed[pipeline.recorder.committed.index(first_block) + 1 :]
+    tokens = [token for m in later for token in m.token_ids]
+    assert tokens == PlainDecoder(target).generate(PROMPT, _greedy())
+    _assert_nothing_is_held(pipeline)
 
 
 @pytest.mark.parametrize(("nodes", "token_ids"), [([4], [1]), ([-2], [1]), ([0, 1], [1])])
@@ -291,8 +357,10 @@ def test_a_plan_for_nodes_that_were_not_proposed_is_refused(nodes: list[int], to
     speculator = pipeline.runtime.stages[StageName.SPECULATOR]
     assert isinstance(speculator, DraftSpeculator)
     pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
-    plan = Plan(request_id="r", round_id=speculator._requests["r"].round_id, nodes=nodes, token_ids=token_ids)
-    pipeline.runtime.run_until(lambda: speculator._requests["r"].phase is Phase.PLANNING)
+    plan = Plan(
+        request_id="r#1", round_id=speculator._requests["r#1"].round_id, nodes=nodes, token_ids=token_ids
+    )
+    pipeline.runtime.run_until(lambda: speculator._requests["r#1"].phase is Phase.PLANNING)
     pipeline.runtime.send(StageName.SPECULATOR, plan)
     pipeline.runtime.run_until(lambda: pipeline.recorder.end("r") is not None)
     assert [name for name, _ in pipeline.runtime.protocol_errors] == [StageName.SPECULATOR]
@@ -308,7 +376,7 @@ def test_a_malformed_tree_is_refused_and_the_target_goes_on_without_it() -> None
     pipeline.submit("r", PROMPT, _greedy(6))
     speculator_proposes.run_until_idle()
     bad = Proposal(
-        request_id="r", round_id=1, committed_len=8, token_ids=[1, 2], parents=[-1, 1],
+        request_id="r#1", round_id=1, committed_len=8, token_ids=[1, 2], parents=[-1, 1],
         source=ProposalSource.DRAFT, ready_length=2, draft_spans=[],
     )  # fmt: skip
     speculator_proposes.send(StageName.VERIFIER, bad)

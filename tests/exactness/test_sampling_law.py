@@ -61,8 +61,8 @@ def test_tokens_after_hit_miss_and_backup_follow_the_targets_law(options: dict[s
     root = torch.full((NUM_SEEDS,), 4)
     chain = [root]
     for step in range(2):
-        chain.append(choose_coupled(draft_law[chain[-1]], noise[step]))
-    choices = [choose_coupled(target_law[token], noise[k]) for k, token in enumerate(chain)]
+        chain.append(choose_coupled(draft_law[chain[-1]] + noise[step]))
+    choices = [choose_coupled(target_law[token] + noise[k]) for k, token in enumerate(chain)]
     prepared = []
     for k, token in enumerate(chain):
         perturbed = draft_law[token] + noise[k]
@@ -88,8 +88,8 @@ def test_tokens_after_hit_miss_and_backup_follow_the_targets_law(options: dict[s
 
     # Round 2: one token, proposed from the cache, by the draft, by a look-up, or by nobody.
     next_noise = torch.stack(noise, dim=1)[rows, num_accepted + 1]
-    truth = choose_coupled(target_law[bonus], next_noise)
-    drafted = choose_coupled(draft_law[bonus], next_noise)
+    truth = choose_coupled(target_law[bonus] + next_noise)
+    drafted = choose_coupled(draft_law[bonus] + next_noise)
     looked_up = (bonus + 1) % VOCAB_SIZE
     for proposed, group in (
         (drafted, is_hit),
@@ -116,7 +116,7 @@ def test_the_bound_would_notice_one_seed_used_for_acceptance_and_bonus() -> None
     ids = torch.arange(VOCAB_SIZE)
     noise = gumbel_noise_for_seeds(torch.arange(NUM_SEEDS), 20, ids)
     favourite = law.argmax()
-    choice = choose_coupled(law.expand(NUM_SEEDS, -1), noise)
+    choice = choose_coupled(law.expand(NUM_SEEDS, -1) + noise)
     # Accept the favourite with its probability, else draw from the whole law again with the same noise.
     accepts = torch.rand(NUM_SEEDS, generator=torch.Generator().manual_seed(0)) < 0.05
     skewed = torch.where(accepts, favourite, choice)

@@ -69,3 +69,28 @@ def test_ssd_equals_the_plain_loop(
     source = draft_by_name(draft, target, page_size=page_size)
     pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+FILTERS = {
+    "top_k": {"top_k": 9},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.03},
+    "all": {"top_k": 40, "top_p": 0.95, "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("system", ["autoregressive", "speculative", "ssd"])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
+@pytest.mark.parametrize("draft", ["oracle", "noisy", "ngram"])
+def test_filters_are_part_of_the_targets_law_in_every_system(
+    draft: str, filters: dict[str, float], system: str
+) -> None:
+    target = tiny_target()
+    sampling = Sampling(max_tokens=40, temperature=0.9, seed=21, **filters)
+    expected = PlainDecoder(target).generate(PROMPT, sampling)
+    assert expected != PlainDecoder(target).generate(
+        PROMPT, Sampling(max_tokens=40, temperature=0.9, seed=21)
+    )
+    config = make_config(draft=system != "autoregressive", prepare_outcomes=system == "ssd")
+    source = None if system == "autoregressive" else draft_by_name(draft, target)
+    assert TinyPipeline(config, target, source).generate(PROMPT, sampling) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.tree import accept_path, ancestor_rows, check_tree, node_depths, path_to
+from kernels.tree import accept_path, ancestor_rows, check_tree, node_depths
 
 #        root
 #       /    \
@@ -15,10 +15,8 @@ PARENTS = [-1, -1, 0, 0, 1]
 TOKENS = [10, 11, 12, 13, 10]
 
 
-def test_depths_and_paths() -> None:
+def test_depths_count_from_the_root() -> None:
     assert node_depths(PARENTS) == [1, 1, 2, 2, 2]
-    assert path_to(3, PARENTS) == [0, 3]
-    assert path_to(-1, PARENTS) == []
 
 
 def test_the_ancestor_mask_shows_a_node_its_path_only() -> None:

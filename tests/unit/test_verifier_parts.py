@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.messages import FinishReason, Proposal, ProposalSource
-from stages.target_verifier.round_clock import RoundClock, TargetClock, idle_spans, overlap_ns
+from stages.target_verifier.round_clock import RoundClock, TargetClock, idle_spans, merge_spans, overlap_ns
 from stages.target_verifier.stopping import Ending, find_ending
 
 
@@ -40,11 +40,11 @@ def test_a_round_is_split_into_compute_wait_overlap_and_overhead() -> None:
     target.add(0, 100)
     clock.end_prefill(100)
     # The draft works from 150 to 180 while the target waits until 200; then the target verifies 210-300.
-    clock.receive(_proposal([(150, 180)], ProposalSource.BACKUP), 200)
+    clock.start_round(_proposal([(150, 180)], ProposalSource.BACKUP), draft_spans=[(150, 180)], now_ns=200)
     target.add(210, 300)
     clock.end_round(num_proposed=4, num_accepted=2, num_committed=3, now_ns=305)
     # Meanwhile the draft prepared 220-280: overlap. A hit comes at once.
-    clock.receive(_proposal([(220, 280)], ProposalSource.HIT), 310)
+    clock.start_round(_proposal([(220, 280)], ProposalSource.HIT), draft_spans=[(220, 280)], now_ns=310)
     target.add(312, 400)
     clock.end_round(num_proposed=4, num_accepted=4, num_committed=5, now_ns=402)
     metrics = clock.metrics()
@@ -57,6 +57,30 @@ def test_a_round_is_split_into_compute_wait_overlap_and_overhead() -> None:
     assert metrics.acceptance_length == 9 / 3
     assert metrics.acceptance_rate == 6 / 8
     assert metrics.mean_ready_length == 4
+
+
+def test_rows_of_a_batch_share_the_wait_for_the_slowest_and_a_round_cut_off_does_not_count() -> None:
+    target = TargetClock()
+    clock = RoundClock(submitted_ns=0, target=target, has_cache=True)
+    target.add(0, 100)
+    clock.end_prefill(100)
+    # This row hit; its mate's backup drafts from 110 to 160.
+    clock.start_round(_proposal([], ProposalSource.HIT), draft_spans=[(110, 160)], now_ns=165)
+    target.add(165, 200)
+    clock.end_round(num_proposed=4, num_accepted=0, num_committed=1, now_ns=200)
+    assert clock.metrics().draft_wait_ms == pytest.approx(50 / 1e6)
+    assert clock.metrics().overhead_ms == pytest.approx(15 / 1e6)
+    clock.start_round(_proposal([], ProposalSource.HIT), draft_spans=[], now_ns=300)
+    target.add(300, 400)
+    metrics = clock.metrics()
+    assert (metrics.cache_hits, metrics.num_rounds) == (1, 2)
+    assert metrics.target_wait_ms == pytest.approx(65 / 1e6)
+    assert metrics.overhead_ms == pytest.approx(15 / 1e6)
+
+
+def test_spans_are_merged() -> None:
+    assert merge_spans([(5, 9), (0, 2), (1, 3), (9, 10)]) == [(0, 3), (5, 10)]
+    assert merge_spans([]) == []
 
 
 def _proposal(spans: list[tuple[int, int]], source: ProposalSource) -> Proposal:

@@ -1,0 +1,119 @@
+"""The predictor as a stage: what it plans, and from which statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from conf.schema import FanOut, RunConfig
+from pipeline.errors import ProtocolError, StaleTensor
+from pipeline.messages import Candidates, EndDraft, Message, Outcome, Plan, StageName
+from pipeline.stage import StageContext
+from pipeline.tensor_pool import PoolSpec, TensorPool, TensorRef, pool_bytes
+from stages.outcome_predictor.stage import OutcomePredictor
+
+SPEC = PoolSpec(name="candidate_ids", num_slots=2, shape=(3, 5), dtype="int32")
+
+
+class _Outbox:
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+
+    def send(self, receiver: StageName, message: Message) -> None:
+        assert receiver is StageName.SPECULATOR
+        assert isinstance(message, Plan)
+        self.plans.append(message)
+
+
+class _NoPools:
+    def export(self, spec: PoolSpec) -> TensorPool:
+        raise AssertionError("the predictor exports nothing")
+
+
+class _Setup:
+    """A predictor with a budget of 4 for chains of 2, and the pool that a speculator would write."""
+
+    def __init__(self, fan_out: FanOut = FanOut.geometric) -> None:
+        config = RunConfig()
+        config.speculation.fan_out = fan_out
+        config.speculation.budget = 4
+        self.outbox = _Outbox()
+        self.predictor = OutcomePredictor(
+            config, StageContext(outbox=self.outbox, pools=_NoPools(), settings=b"")
+        )
+        self.pool = TensorPool(SPEC, bytearray(pool_bytes(SPEC)), is_writable=True)
+        pools: Mapping[str, TensorPool] = {"candidate_ids": self.pool}
+        self.predictor.setup()
+        self.predictor.connect(pools)
+
+    def candidates(self, request_id: str = "a", **changes: object) -> Candidates:
+        rows = np.arange(15, dtype=np.int32).reshape(3, 5)
+        fields = {
+            "request_id": request_id,
+            "round_id": 3,
+            "token_ids": [0, 6],
+            "parents": [-1, 0],
+            "candidate_ids": self.pool.write(rows),
+            **changes,
+        }
+        return Candidates(**fields)  # type: ignore[arg-type]
+
+    def shares(self, request_id: str = "a") -> list[int]:
+        """Outcomes planned after the root, the first and the second node."""
+        self.predictor.handle(self.candidates(request_id))
+        return [self.outbox.plans[-1].nodes.count(node) for node in (-1, 0, 1)]
+
+
+def _outcome(request_id: str, num_accepted: int) -> Outcome:
+    return Outcome(
+        request_id=request_id,
+        round_id=1,
+        committed_len=9,
+        accepted_node=num_accepted - 1,
+        bonus_token=1,
+        num_accepted=num_accepted,
+        num_proposed=2,
+    )
+
+
+def test_proposed_children_are_never_planned_as_bonus_tokens() -> None:
+    setup = _Setup(FanOut.uniform)
+    setup.predictor.handle(setup.candidates())
+    plan = setup.outbox.plans[-1]
+    assert (plan.request_id, plan.round_id) == ("a", 3)
+    # Row 0 holds 0..4 and proposes 0, row 1 holds 5..9 and proposes 6, row 2 holds 10..14.
+    assert sorted(zip(plan.nodes, plan.token_ids, strict=True)) == [(-1, 1), (-1, 2), (0, 5), (1, 10)]
+
+
+def test_a_new_request_starts_from_the_acceptance_of_those_before_it() -> None:
+    setup = _Setup()
+    for _ in range(200):
+        setup.predictor.handle(_outcome("old", 2))
+    setup.predictor.handle(EndDraft(request_id="old"))
+    setup.predictor.handle(_outcome("new", 2))
+    assert setup.shares("new")[2] >= 3
+    for _ in range(200):
+        setup.predictor.handle(_outcome("bad", 0))
+    setup.predictor.handle(EndDraft(request_id="bad"))
+    assert setup.shares("next")[0] >= 3
+
+
+def test_a_slot_that_was_written_again_is_stale_and_yields_no_plan() -> None:
+    setup = _Setup()
+    late = setup.candidates()
+    for _ in range(SPEC.num_slots):
+        setup.candidates()
+    with pytest.raises(StaleTensor):
+        setup.predictor.handle(late)
+    assert setup.outbox.plans == []
+
+
+def test_candidates_with_a_broken_tree_or_an_unknown_pool_are_refused() -> None:
+    setup = _Setup()
+    stray = TensorRef(pool="elsewhere", slot=0, generation=2)
+    for changes in ({"parents": [-1, 5]}, {"parents": [-1]}, {"candidate_ids": stray}):
+        with pytest.raises(ProtocolError):
+            setup.predictor.handle(setup.candidates(**changes))
+    assert setup.outbox.plans == []
