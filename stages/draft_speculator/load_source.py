@@ -11,7 +11,8 @@ from pipeline.errors import ConfigError
 from stages.draft_speculator.draft_source import DraftSource
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
-from stages.model.draft_folder import is_draft_folder, load_draft_folder
+from stages.model.draft_card import is_draft_folder
+from stages.model.draft_folder import load_draft_folder
 from stages.model.runner import ModelRunner
 from stages.model.shape import ModelShape, read_shape
 from stages.model.weights import LoadedModel, load_model

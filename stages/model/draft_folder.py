@@ -17,7 +17,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,24 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.model.draft_card import FORMAT_VERSION, DraftCard, read_card
 from stages.model.shape import ModelShape, read_shape
 from stages.model.weights import LoadedModel, assemble_weights, expected_tensors, read_tensors
 
-FORMAT_VERSION = 1
 _IDS_NAME = "head_token_ids"
 _EMBED_NAME = "model.embed_tokens.weight"
 _SCALE_SUFFIX = ".scale"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCard:
-    """What config.json says of a draft under the key `draft`."""
-
-    version: int
-    head_vocabulary: int
-    """R: rows of the head."""
-    tokenizer_sha256: str
-    """Of the target's tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +41,6 @@ class LoadedDraft:
     """`weights.head` is [R, hidden]; `shape.vocab_size` is the target's, as the embedding has it."""
     head_token_ids: Tensor
     """int64 [R], ascending."""
-
-
-def is_draft_folder(folder: Path) -> bool:
-    """Whether config.json carries the marker. False for anything that cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and isinstance(config.get("draft"), dict)
 
 
 def tokenizer_fingerprint(target_folder: Path) -> str:
@@ -80,7 +59,7 @@ def load_draft_folder(folder: Path, target_folder: Path, *, dtype: torch.dtype) 
 
     Raises `ConfigError` where sizes, tokenizer or content do not fit.
     """
-    card = _read_card(folder)
+    card = read_card(folder)
     shape = read_shape(folder)
     _check_fit(folder, shape, card, target_folder)
     expected = _stored_tensors(shape, card)
@@ -140,29 +119,6 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     values = matrix.to(torch.float32)
     scale = values.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / 127
     return (values / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
-
-
-def _read_card(folder: Path) -> DraftCard:
-    path = folder / "config.json"
-    try:
-        entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["draft"]
-        card = DraftCard(
-            version=int(entry["version"]),
-            head_vocabulary=int(entry["head_vocabulary"]),
-            tokenizer_sha256=str(entry["tokenizer_sha256"]),
-        )
-        embedding = entry["embedding"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: expected an object `draft` with version, embedding, head_vocabulary and "
-            f"tokenizer_sha256, got {error!r}; make the draft again with python -m tools.distill"
-        ) from None
-    if card.version != FORMAT_VERSION or embedding != "target":
-        raise ConfigError(
-            f"{path}: the draft has version {card.version} and embedding {embedding!r}, expected "
-            f"{FORMAT_VERSION} and 'target'; make it again with python -m tools.distill"
-        )
-    return card
 
 
 def _check_fit(folder: Path, shape: ModelShape, card: DraftCard, target_folder: Path) -> None:

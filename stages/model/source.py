@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from stages.model.cache_folder import build_once
-from stages.model.draft_folder import is_draft_folder
+from stages.model.draft_card import is_draft_folder
 
 _CONVERTER_VERSION = 1
 """Part of every cache key: raise it when a conversion changes."""

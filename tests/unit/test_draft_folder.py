@@ -18,8 +18,8 @@ from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.load_source import load_source
 from stages.draft_speculator.model_draft import ModelDraft
+from stages.model.draft_card import is_draft_folder
 from stages.model.draft_folder import (
-    is_draft_folder,
     load_draft_folder,
     quantise_rows,
     save_draft_folder,
