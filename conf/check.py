@@ -23,6 +23,9 @@ from conf.schema import (
     Verification,
 )
 
+MAX_DEPTH = 128
+MAX_BUDGET = 1024
+"""Far beyond what can pay, and what the draft's KV cache is sized for."""
 MAX_SEED = 2**63 - 1
 """Largest seed; seeds travel as signed 64-bit numbers."""
 
@@ -33,7 +36,8 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     available_cores: cores this process may use; None asks the operating system.
     """
     if available_cores is None:
-        available_cores = len(os.sched_getaffinity(0))
+        has_affinity = hasattr(os, "sched_getaffinity")
+        available_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     _check_requests(config)
     _check_model(config.model)
     _check_placement(config.placement, available_cores)
@@ -101,9 +105,11 @@ def _check_later_work(speculation: SpeculationConfig) -> None:
 def _check_speculation(speculation: SpeculationConfig) -> None:
     no_draft = "conf=autoregressive decodes without a draft"
     _at_least("speculation.depth", speculation.depth, 1, advice=no_draft)
+    _at_most("speculation.depth", speculation.depth, MAX_DEPTH)
     if speculation.prepare_outcomes:
         advice = "conf=speculative prepares no outcomes"
         _at_least("speculation.budget", speculation.budget, 1, advice=advice)
+        _at_most("speculation.budget", speculation.budget, MAX_BUDGET)
 
 
 def _check_draft(speculation: SpeculationConfig) -> None:
@@ -134,6 +140,11 @@ def _check_draft(speculation: SpeculationConfig) -> None:
 def _at_least(key: str, value: int, least: int, *, advice: str = "raise it") -> None:
     if value < least:
         raise ConfigError(f"{key}={value}: expected at least {least}; {advice}")
+
+
+def _at_most(key: str, value: int, most: int) -> None:
+    if value > most:
+        raise ConfigError(f"{key}={value}: expected at most {most}; lower it")
 
 
 def _not_blank(key: str, path: str | None) -> None:

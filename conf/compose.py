@@ -16,6 +16,7 @@ from pathlib import Path
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -142,12 +143,21 @@ def _in_our_words(error: Exception, given: Mapping[str, str]) -> ConfigError:
         key = getattr(cause, "full_key", None)
         if key in keys and key in given:
             return ConfigError(f"{key}={given[key]}: expected {keys[key].expects}")
-    # Syntax errors carry no key, but quote the argument that they are about.
+    # Other errors carry no key: they quote the argument that they are about, or only a part of it.
     for key, value in given.items():
-        if f"{key}={value}" in str(error):
+        if f"{key}={value}" in str(error) or _is_broken(f"{key}={value}"):
             expects = keys[key].expects if key in keys else "the name of a file"
             return ConfigError(f"{key}={value}: expected {expects}")
     return ConfigError(" ".join(str(error).split()))
+
+
+def _is_broken(argument: str) -> bool:
+    """Whether Hydra's grammar refuses this argument."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return True
+    return False
 
 
 def _set_paths(config: RunConfig, paths: Mapping[str, str]) -> None:

@@ -25,14 +25,17 @@ def check_output(path: Path, *, prompts_file: Path | None) -> None:
 
     prompts_file: the file that prompts are read from, which must not be overwritten.
     """
-    if path.is_dir():
-        raise ConfigError(f"output={path} is a folder, expected a file; add a name")
-    if not path.parent.is_dir():
-        raise ConfigError(f"output={path}: there is no folder {path.parent}; create it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"output={path} cannot be written, expected a writable path; choose another")
-    if prompts_file is not None and path.exists() and path.samefile(prompts_file):
-        raise ConfigError(f"output={path} is the prompts_file, expected another file; choose another")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"output={path} is a folder, expected a file; add a name")
+        if not path.parent.is_dir():
+            raise ConfigError(f"output={path}: there is no folder {path.parent}; create it")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"output={path} cannot be written, expected a writable path; choose another")
+        if prompts_file is not None and path.exists() and path.samefile(prompts_file):
+            raise ConfigError(f"output={path} is the prompts_file, expected another file; choose another")
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"output={path} cannot be written: {error.strerror}; choose another") from None
 
 
 class AnswerWriter:
@@ -73,8 +76,21 @@ class AnswerWriter:
         )
 
     def write_failure(self, request: Request, reason: str) -> None:
-        """Write one failed request."""
-        self._write({"request_id": request.request_id, "prompt": request.text, "error": reason})
+        """Write one failed request: the fields of an answer, undefined ones null, and the reason."""
+        self._write(
+            {
+                "request_id": request.request_id,
+                "prompt": request.text,
+                "text": None,
+                "token_ids": None,
+                "finish_reason": "error",
+                "num_prompt_tokens": None,
+                "num_output_tokens": 0,
+                "seed": request.sampling.seed,
+                "metrics": None,
+                "error": reason,
+            }
+        )
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")

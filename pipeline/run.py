@@ -125,7 +125,7 @@ def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) 
         writer = stack.enter_context(AnswerWriter(arguments.output)) if arguments.output else None
         printer = AnswerPrinter(
             sys.stdout,
-            is_live=config.max_requests == 1,
+            is_live=config.max_requests == 1 or len(rows) == 1,
             has_headers=len(rows) > 1 or rows[0].is_conversation,
         )
         began = time.monotonic()
@@ -187,7 +187,9 @@ class Run:
         """Write the closing table to stderr, if anything was answered."""
         if self._finished:
             wall_seconds = time.monotonic() - self._began
-            _say("\n" + closing_table(self._finished, self._engine.stats(), wall_seconds=wall_seconds))
+            # After a signal a stage may be deep in a forward, and nobody wants to wait for its figures.
+            stats = self._engine.stats() if self._interrupts.received is None else {}
+            _say("\n" + closing_table(self._finished, stats, wall_seconds=wall_seconds))
 
     def _submit_waiting(self) -> None:
         while (request := self._queue.take()) is not None:

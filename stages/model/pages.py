@@ -7,6 +7,7 @@ contiguous where the free list allows, and such a handle is read as a view; othe
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,6 +57,7 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = -(-num_slots // page_size)
         size = (shape.num_layers, 2, shape.num_kv_heads, self.num_pages * page_size, shape.head_dim)
+        _check_memory(size, dtype, torch.device(device))
         self.storage = _lazy_zeros(size, dtype, torch.device(device))
         """[layers, 2, kv_heads, slots, head_dim]: a head's slots lie together, as attention reads them."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
@@ -149,6 +151,20 @@ class KVCache:
                 return list(range(start, page + 1))
         free = [page for page in range(self.num_pages) if self._is_free[page]]
         return free[:num_pages]
+
+
+def _check_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` if a CPU cache could never fit, even though its memory is committed lazily."""
+    if device.type != "cpu":
+        return
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory_bytes:
+        raise ConfigError(
+            f"the KV cache needs {num_bytes / 2**30:.1f} GiB ({size[3]} slots of "
+            f"{num_bytes // size[3] / 1024:.1f} KiB), the machine has {memory_bytes / 2**30:.1f} GiB; "
+            "lower max_requests or model.max_context"
+        )
 
 
 def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ Conversions are done once and cached; only they import transformers.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from stages.model.draft_card import is_draft_folder
 _CONVERTER_VERSION = 1
 """Part of every cache key: raise it when a conversion changes."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_DUPLICATES = ["consolidated*.safetensors", "original/*"]
+"""The same weights in another layout."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -32,12 +35,18 @@ def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
     """
     if path is None:
         return _demo_folder()
-    local = Path(path).expanduser()
-    if local.is_file():
+    try:
+        local = Path(path).expanduser()
+        is_file, is_folder = local.is_file(), local.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL byte
+        raise ConfigError(
+            f"model.path={path} is no path that this system takes: {error}; correct it"
+        ) from None
+    if is_file:
         if local.suffix != ".gguf":
             raise ConfigError(f"model.path={path} is a file, expected a folder or a .gguf file")
         return _gguf_folder(local)
-    if local.is_dir():
+    if is_folder:
         folder = local.resolve()
     elif _HUB_ID.fullmatch(str(path)) and local.suffix != ".gguf":
         folder = _download(str(path))
@@ -85,20 +94,41 @@ def _download(hub_id: str) -> Path:
     )
 
     fetch: Callable[..., str] = snapshot_download
+    files = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_DUPLICATES}
     try:
-        return Path(fetch(hub_id, allow_patterns=_HUB_FILES, local_files_only=True))
+        cached = Path(fetch(hub_id, local_files_only=True, **files))
+        if has_weights(cached):
+            return cached
+        _report(f"completing {hub_id} from Hugging Face")
     except LocalEntryNotFoundError:
         _report(f"fetching {hub_id} from Hugging Face")
     except HFValidationError as error:
         raise ConfigError(f"model.path={hub_id} is not a Hugging Face id: {error}") from error
     try:
-        return Path(fetch(hub_id, allow_patterns=_HUB_FILES))
+        return Path(fetch(hub_id, **files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"model.path={hub_id} is no local folder and could not be fetched from Hugging Face: {reason}; "
             "check the name and the network, or name a local folder"
         ) from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a configuration and every weight file it names.
+
+    A snapshot may be incomplete: an interrupted download, or another program that wanted the tokenizer only.
+    """
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return (folder / "model.safetensors").is_file()
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return bool(names) and all((folder / name).is_file() for name in names)
 
 
 def _with_tokenizer(folder: Path) -> Path:

@@ -25,6 +25,8 @@ def test_every_named_run_passes_on_any_machine(name, available_cores, placement)
     [
         ("max_tokens=0", "expected at least 1"),
         ("max_tokens=-1", "expected at least 1"),
+        ("speculation.depth=129", "expected at most 128"),
+        ("speculation.budget=500000000", "expected at most 1024"),
         ("temperature=-0.1", "expected a finite number of at least 0"),
         ("temperature=nan", "expected a finite number"),
         ("temperature=inf", "expected a finite number"),

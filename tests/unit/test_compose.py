@@ -199,3 +199,14 @@ def test_composing_creates_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     compose(["conf=ssd"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["speculation.tree.widths=[", "speculation.tree.widths=[1,", "seed={", "max_tokens='"],
+)
+def test_a_value_with_broken_syntax_is_reported_with_its_key(argument):
+    with pytest.raises(ConfigError) as caught:
+        compose(["temperature=0", argument])
+    assert str(caught.value).startswith(argument)
+    assert "expected" in str(caught.value)

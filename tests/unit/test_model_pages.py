@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import RequestError
+from pipeline.errors import ConfigError, RequestError
 from stages.model.pages import KVCache, KVHandle
 from stages.model.shape import tiny_shape
 
@@ -128,3 +128,10 @@ def test_a_large_cache_commits_memory_only_as_it_is_written() -> None:
     cache = make_cache(num_slots=1 << 20, page_size=1 << 10, dtype=torch.float64)
     assert cache.storage[-1, -1, -1, -1, -1].item() == 0.0
     assert resident_mib() - before < 100
+
+
+def test_a_cache_beyond_the_machines_memory_is_refused_with_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the KV cache needs .* GiB .*the machine has .*lower max_requests"
+    ):
+        KVCache(shape=tiny_shape(), num_slots=1 << 40, page_size=16, dtype=torch.float32)

@@ -21,7 +21,7 @@ from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.cache_folder import build_once, cache_root
 from stages.model.runner import ModelRunner
 from stages.model.shape import read_shape
-from stages.model.source import resolve
+from stages.model.source import has_weights, resolve
 from stages.model.weights import load_model
 
 TOKENS = ["<|end|>", "Ġ", "a", "b", "1", "2", "ab", "<tool>", "Ċ", "ĠĠ"]
@@ -227,3 +227,21 @@ def test_resolving_a_ready_folder_imports_neither_torch_nor_transformers(tmp_pat
         "sys.exit(bool({'torch', 'transformers', 'gguf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", ["~nosuchuserhere/model", "x" * 300, "a\0b"])
+def test_an_impossible_path_is_refused_in_one_line(path):
+    with pytest.raises(ConfigError, match=r"model\.path="):
+        resolve(path)
+
+
+def test_a_snapshot_counts_only_with_all_its_weights(tmp_path):
+    assert not has_weights(tmp_path)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert not has_weights(tmp_path)
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (tmp_path / "one.safetensors").touch()
+    assert not has_weights(tmp_path)
+    (tmp_path / "two.safetensors").touch()
+    assert has_weights(tmp_path)
