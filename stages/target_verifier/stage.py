@@ -105,21 +105,31 @@ class TargetVerifier(Stage):
                 self._cancel(message.request_id)
 
     def _enqueue(self, request: TokenizedRequest) -> None:
-        num_prompt = len(request.prompt_token_ids)
-        if request.request_id in self._sequences or any(
-            w.request_id == request.request_id for w in self._waiting
-        ):
-            self._fail(request.request_id, f"request id {request.request_id!r} is in use; choose another")
-        elif num_prompt == 0:
-            self._fail(request.request_id, "the prompt has no tokens; expected at least one")
-        elif num_prompt >= self._max_context:
-            self._fail(
-                request.request_id,
-                f"the prompt has {num_prompt} tokens, but the context holds {self._max_context} and needs "
-                "room for at least one more; shorten the prompt or raise model.max_context",
-            )
-        else:
+        fault = self._fault_of_request(request)
+        if fault is None:
             self._waiting.append(request)
+        else:
+            self._fail(request.request_id, fault)
+
+    def _fault_of_request(self, request: TokenizedRequest) -> str | None:
+        """Why a request cannot be served, or None."""
+        request_id, prompt = request.request_id, request.prompt_token_ids
+        if request_id in self._sequences or any(w.request_id == request_id for w in self._waiting):
+            return f"request id {request_id!r} is in use; choose another"
+        if not prompt:
+            return "the prompt has no tokens; expected at least one"
+        if len(prompt) >= self._max_context:
+            return (
+                f"the prompt has {len(prompt)} tokens, but the context holds {self._max_context} and needs "
+                "room for at least one more; shorten the prompt or raise model.max_context"
+            )
+        vocab_size = len(self._vocab_ids)
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            return (
+                f"the prompt holds token id {max(prompt)}, but the model has {vocab_size} embedding rows: its "
+                "tokenizer knows tokens that it was not trained on; leave them out of the prompt"
+            )
+        return None
 
     def _take_proposal(self, proposal: Proposal) -> None:
         sequence = self._by_draft_id.get(proposal.request_id)

@@ -389,6 +389,18 @@ def test_a_malformed_tree_is_refused_and_the_target_goes_on_without_it() -> None
     assert "parents come before" in str(error)
 
 
+def test_a_token_that_the_model_has_no_row_for_fails_its_request_alone() -> None:
+    target = tiny_target()
+    pipeline = TinyPipeline(make_config(draft=False), target)
+    pipeline.submit("bad", [*PROMPT, 128], _greedy(6))
+    pipeline.submit("good", PROMPT, _greedy(6))
+    pipeline.finish("good")
+    (failure,) = pipeline.runtime.outputs
+    assert isinstance(failure, RequestFailed)
+    assert "token id 128" in failure.reason
+    assert pipeline.recorder.tokens("good") == PlainDecoder(target).generate(PROMPT, _greedy(6))
+
+
 def test_the_same_request_id_twice_is_refused() -> None:
     target = tiny_target()
     pipeline = TinyPipeline(make_config(draft=False), target)
