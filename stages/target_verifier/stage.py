@@ -126,8 +126,8 @@ class TargetVerifier(Stage):
         vocab_size = len(self._vocab_ids)
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             return (
-                f"the prompt holds token id {max(prompt)}, but the model has {vocab_size} embedding rows: its "
-                "tokenizer knows tokens that it was not trained on; leave them out of the prompt"
+                f"the prompt holds token id {max(prompt)}, but the model has {vocab_size} embedding rows: "
+                "its tokenizer knows tokens that it was not trained on; leave them out of the prompt"
             )
         return None
 
