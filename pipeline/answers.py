@@ -15,7 +15,8 @@ from typing import Any, Self, TextIO
 
 import msgspec
 
-from pipeline.errors import ConfigError
+from conf.schema import RunConfig
+from pipeline.errors import ConfigError, shown_path
 from pipeline.messages import RequestFinished
 from pipeline.request_queue import Request
 
@@ -27,15 +28,42 @@ def check_output(path: Path, *, prompts_file: Path | None) -> None:
     """
     try:
         if path.is_dir():
-            raise ConfigError(f"output={path} is a folder, expected a file; add a name")
+            raise ConfigError(f"output={shown_path(path)} is a folder, expected a file; add a name")
         if not path.parent.is_dir():
-            raise ConfigError(f"output={path}: there is no folder {path.parent}; create it")
+            raise ConfigError(
+                f"output={shown_path(path)}: there is no folder {shown_path(path.parent)}; create it"
+            )
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"output={path} cannot be written, expected a writable path; choose another")
+            raise ConfigError(
+                f"output={shown_path(path)} cannot be written, expected a writable path; choose another"
+            )
         if prompts_file is not None and path.exists() and path.samefile(prompts_file):
-            raise ConfigError(f"output={path} is the prompts_file, expected another file; choose another")
+            raise ConfigError(
+                f"output={shown_path(path)} is the prompts_file, expected another file; choose another"
+            )
     except OSError as error:  # such as a name that is too long
-        raise ConfigError(f"output={path} cannot be written: {error.strerror}; choose another") from None
+        raise ConfigError(
+            f"output={shown_path(path)} cannot be written: {error.strerror}; choose another"
+        ) from None
+
+
+def check_output_is_no_model(path: Path, *configs: RunConfig) -> None:
+    """Raise `ConfigError` if `path` lies in a model that one of `configs` names: answers never replace weights.
+
+    configs: the run's, before and after its models were found.
+    """
+    output = path.resolve()
+    for config in configs:
+        draft = config.speculation.draft.path
+        for key, named in (("model.path", config.model.path), ("speculation.draft.path", draft)):
+            # What names no file or folder, such as a hub id, cannot be overwritten.
+            if named is None or not (model := Path(named).expanduser()).exists():
+                continue
+            if output.is_relative_to(model.resolve()):
+                raise ConfigError(
+                    f"output={shown_path(path)} belongs to the model {key}={shown_path(model)}, expected a "
+                    "file outside of it; choose another"
+                )
 
 
 class AnswerWriter:
@@ -46,7 +74,9 @@ class AnswerWriter:
         try:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"output={path} cannot be written: {error.strerror}; choose another") from None
+            raise ConfigError(
+                f"output={shown_path(path)} cannot be written: {error.strerror}; choose another"
+            ) from None
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, shown_path
 
 _OWN_KEYS = ("prompt", "prompts_file", "output")
 _HELP = ("--help", "-h", "help")
@@ -31,7 +31,8 @@ class Arguments:
 def split_arguments(argv: Sequence[str]) -> Arguments:
     """Split the arguments after the program's name.
 
-    Raises `ConfigError` when one of the three keys comes twice or empty, and for both kinds of prompt.
+    Raises `ConfigError` when one of the three keys comes twice or empty, for both kinds of prompt, and for
+    an output that names a folder.
     """
     own: dict[str, str] = {}
     overrides: list[str] = []
@@ -41,12 +42,17 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
             overrides.append(argument)
             continue
         if key in own:
-            raise ConfigError(
-                f"{key} is given twice, expected it once; several prompts go into a prompts_file"
-            )
+            advice = "several prompts go into a prompts_file" if key == "prompt" else "leave one out"
+            raise ConfigError(f"{key} is given twice, expected it once; {advice}")
         if not value:
             raise ConfigError(f"{key}= is empty, expected {_EXPECTED[key]}")
         own[key] = value
+    # Seen here, because `Path` forgets it: FILE/ and FILE/. would quietly replace FILE.
+    if own.get("output", "").endswith(("/", "/.")):
+        raise ConfigError(
+            f"output={shown_path(own['output'])} names a folder, expected a file; "
+            "leave out what follows its name"
+        )
     if "prompt" in own and "prompts_file" in own:
         raise ConfigError("prompt and prompts_file are both given, expected one of them; leave one out")
     prompts_file, output = own.get("prompts_file"), own.get("output")

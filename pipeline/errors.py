@@ -6,9 +6,18 @@ defined in `conf.errors`, below this package; import them from here.
 
 from __future__ import annotations
 
-from conf.errors import ConfigError, EngineError
+from conf.errors import ConfigError, EngineError, shown, shown_path
 
-__all__ = ["ConfigError", "EngineDead", "EngineError", "ProtocolError", "RequestError", "StaleTensor"]
+__all__ = [
+    "ConfigError",
+    "EngineDead",
+    "EngineError",
+    "ProtocolError",
+    "RequestError",
+    "StaleTensor",
+    "shown",
+    "shown_path",
+]
 
 
 class RequestError(EngineError):

@@ -29,7 +29,7 @@ from conf.check import check
 from conf.compose import compose
 from conf.schema import RunConfig
 from pipeline.answer_printer import AnswerPrinter
-from pipeline.answers import AnswerWriter, check_output
+from pipeline.answers import AnswerWriter, check_output, check_output_is_no_model
 from pipeline.arguments import Arguments, split_arguments
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError, EngineError, RequestError
@@ -119,10 +119,11 @@ def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) 
     rows = _rows(arguments)
     if arguments.output is not None:
         check_output(arguments.output, prompts_file=arguments.prompts_file)
-    config = resolve_models(config)
+    named, config = config, resolve_models(config)
+    if arguments.output is not None:
+        check_output_is_no_model(arguments.output, named, config)
     queue = RequestQueue(rows, config, use_chat=_uses_chat(config))
     with ExitStack() as stack:
-        writer = stack.enter_context(AnswerWriter(arguments.output)) if arguments.output else None
         printer = AnswerPrinter(
             sys.stdout,
             is_live=config.max_requests == 1 or len(rows) == 1,
@@ -132,6 +133,8 @@ def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) 
         _say(f"loading {config.model.path}")
         engine = stack.enter_context(open_engine(config))
         _say(f"ready after {time.monotonic() - began:.1f} s")
+        # Not before: a run that never got ready must leave the answers of the last one alone.
+        writer = stack.enter_context(AnswerWriter(arguments.output)) if arguments.output else None
         run = Run(engine, queue, printer, writer, interrupts)
         with interrupts.deferred():
             run.answer_everything()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.run import main
 from tests.fake_engine import FakeEngine
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level, save_model_folder
@@ -120,6 +121,28 @@ def test_the_output_file_has_one_object_a_request(run, tmp_path):
     assert set(second) == {*first, "error"}
     assert (second["request_id"], second["finish_reason"], second["error"]) == ("1", "error", "too long")
     assert outcome.status == 2
+
+
+def test_a_run_that_never_gets_ready_leaves_the_last_answers_alone(capsys, tmp_path, base_model):
+    (tmp_path / "old.jsonl").write_text("answers\n", encoding="utf-8")
+
+    def open_engine(config):
+        raise ConfigError("the draft does not load")
+
+    argv = ("prompt=say x", f"output={tmp_path / 'old.jsonl'}", f"model.path={base_model}")
+    assert main(argv, open_engine=open_engine) == 2
+    assert "the draft does not load" in capsys.readouterr().err
+    assert (tmp_path / "old.jsonl").read_text(encoding="utf-8") == "answers\n"
+
+
+def test_an_output_inside_the_model_is_refused(run, base_model):
+    before = (base_model / "tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "answers.jsonl"):
+        outcome = run("prompt=say x", f"output={base_model / name}")
+        assert (outcome.status, outcome.engine) == (2, None)
+        assert "belongs to the model model.path=" in outcome.errors[0]
+    assert (base_model / "tokenizer.json").read_bytes() == before
+    assert not (base_model / "answers.jsonl").exists()
 
 
 def test_a_fresh_seed_is_returned_with_the_answer(run, tmp_path):

@@ -59,9 +59,11 @@ def test_help_can_be_asked_for_anywhere(flag):
         (["prompt="], "prompt= is empty, expected some text"),
         (["prompts_file="], "prompts_file= is empty"),
         (["output="], "output= is empty"),
+        (["output=old.jsonl/"], "output=old.jsonl/ names a folder, expected a file"),
+        (["output=old.jsonl/."], "output=old.jsonl/. names a folder, expected a file"),
         (["prompt=a", "prompts_file=b"], "prompt and prompts_file are both given"),
     ],
 )
-def test_a_prompt_that_is_empty_or_ambiguous_is_refused(argv, expected):
+def test_what_is_empty_or_ambiguous_is_refused(argv, expected):
     with pytest.raises(ConfigError, match=expected):
         split_arguments(argv)
