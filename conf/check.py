@@ -7,10 +7,11 @@ nothing but the configuration and the number of cores: whether a model exists is
 
 from __future__ import annotations
 
-import math
 import os
+from dataclasses import fields, is_dataclass
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, shown, shown_path
+from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
 from conf.schema import (
     Backup,
     DraftKind,
@@ -23,12 +24,6 @@ from conf.schema import (
     Verification,
 )
 
-MAX_DEPTH = 128
-MAX_BUDGET = 1024
-"""Far beyond what can pay, and what the draft's KV cache is sized for."""
-MAX_SEED = 2**63 - 1
-"""Largest seed; seeds travel as signed 64-bit numbers."""
-
 
 def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     """Raise `ConfigError` for the first rule that `config` breaks.
@@ -38,6 +33,7 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     if available_cores is None:
         has_affinity = hasattr(os, "sched_getaffinity")
         available_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    _check_whole_numbers(config, prefix="")
     _check_requests(config)
     _check_model(config.model)
     _check_placement(config.placement, available_cores)
@@ -46,11 +42,29 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     _check_draft(config.speculation)
 
 
+def _check_whole_numbers(group: object, *, prefix: str) -> None:
+    """Every whole number is bounded on both sides, used or not: all of them travel to the stages."""
+    assert is_dataclass(group)
+    for field in fields(group):
+        key, value = prefix + field.name, getattr(group, field.name)
+        if is_dataclass(value):
+            _check_whole_numbers(value, prefix=key + ".")
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            # The seed has a range of its own.
+            if key != "seed" and isinstance(number, int) and abs(number) > MAX_WHOLE_NUMBER:
+                advice = "raise it" if number < 0 else "lower it"
+                raise ConfigError(
+                    f"{key}={shown(value)}: expected at most {MAX_WHOLE_NUMBER} in size; {advice}"
+                )
+
+
 def _check_requests(config: RunConfig) -> None:
     _at_least("max_tokens", config.max_tokens, 1)
-    if not (math.isfinite(config.temperature) and config.temperature >= 0):
+    if not 0 <= config.temperature <= MAX_TEMPERATURE:  # which NaN is not either
         raise ConfigError(
-            f"temperature={config.temperature}: expected a finite number of at least 0; 0 is greedy"
+            f"temperature={config.temperature}: expected a finite number of at least 0 and at most "
+            f"{MAX_TEMPERATURE}; 0 is greedy"
         )
     _at_least("top_k", config.top_k, 0, advice="0 keeps every token")
     if not 0 < config.top_p <= 1:
@@ -73,15 +87,16 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
     target, draft = placement.target_cores, placement.draft_cores
     for key, cores in (("placement.target_cores", target), ("placement.draft_cores", draft)):
         if cores is not None and not 1 <= cores <= available_cores:
+            advice = "raise it" if cores < 1 else "lower it"
             raise ConfigError(
-                f"{key}={cores}: expected 1 to {available_cores}, the cores this process may use; lower it"
+                f"{key}={cores}: expected 1 to {available_cores}, the cores this process may use; {advice}"
             )
     needed = (target or 1) + (draft or 1)
     is_given = target is not None or draft is not None
     if placement.name == "cpu_split" and is_given and needed > available_cores:
         raise ConfigError(
-            f"placement.target_cores={target} and placement.draft_cores={draft}: expected a sum of at most "
-            f"{available_cores}, the cores this process may use, with one left for each side; lower one, "
+            f"placement.target_cores={_typed(target)} and placement.draft_cores={_typed(draft)}: expected a "
+            f"sum of at most {available_cores}, the cores this process may use, with one left for each side; lower one, "
             "or choose placement=cpu_shared"
         )
     _at_least("placement.page_size", placement.page_size, 1)
@@ -147,17 +162,21 @@ def _at_most(key: str, value: int, most: int) -> None:
         raise ConfigError(f"{key}={value}: expected at most {most}; lower it")
 
 
+def _typed(value: int | None) -> str:
+    return "null" if value is None else str(value)
+
+
 def _not_blank(key: str, path: str | None) -> None:
     if path is not None and not path.strip():
-        raise ConfigError(f"{key}={path}: expected ID|FOLDER|FILE.gguf; it is empty")
+        raise ConfigError(f"{key}={shown_path(path)}: expected ID|FOLDER|FILE.gguf; it is empty")
 
 
 def _refuse_later(key: str, value: str, available: str) -> None:
-    raise ConfigError(f"{key}={value}: not available yet; expected {available}")
+    raise ConfigError(f"{key}={shown(value)}: not available yet; expected {available}")
 
 
 def _refuse_without_kind(key: str, value: str, kind: DraftKind, needed: str) -> None:
     raise ConfigError(
-        f"{key}={value}: expected speculation.draft.kind={needed} beside it, and the run has "
+        f"{key}={shown_path(value)}: expected speculation.draft.kind={needed} beside it, and the run has "
         f"{kind.name}; set speculation.draft.kind={needed} or leave the key out"
     )

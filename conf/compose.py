@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, shown
 from conf.keys import GROUPS, all_keys
 from conf.schema import DraftKind, RunConfig
 
@@ -40,7 +40,8 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
     Two short forms: `model.path=X` alone means `model=custom`, and `speculation.draft.path=X` or
     `speculation.draft.layers=N` alone chooses the draft kind that it belongs to, where the run has a draft.
 
-    Raises `ConfigError` for an unknown key, group file or named run, and for a value of the wrong type.
+    Raises `ConfigError` for an unknown key, group file or named run, for a key given twice, and for a value
+    of the wrong type.
     """
     given = _parse(arguments)
     _check_names(given)
@@ -66,14 +67,16 @@ def description_of(group: str, name: str) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> dict[str, str]:
-    """Split `key=value` arguments; of a key given twice the last counts, as Hydra has it."""
+    """Split `key=value` arguments. A key given twice is a slip: neither value can be meant to be lost."""
     given: dict[str, str] = {}
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if not separator:
             raise ConfigError(
-                f"{argument!r}: expected key=value, for example max_tokens=64; --help lists the keys"
+                f"'{shown(argument)}': expected key=value, for example max_tokens=64; --help lists the keys"
             )
+        if key in given:
+            raise ConfigError(f"{shown(key)} is given twice, expected it once; leave one out")
         given[key] = value
     return given
 
@@ -85,12 +88,12 @@ def _check_names(given: Mapping[str, str]) -> None:
             _check_option(key, value)
         elif key in ("model.name", "placement.name"):
             group = key.partition(".")[0]
-            raise ConfigError(f"{key}={value}: this key follows from {group}=NAME; give that instead")
+            raise ConfigError(f"{key}={shown(value)}: this key follows from {group}=NAME; give that instead")
         elif key not in known:
             candidates = [*known, *GROUPS, "prompt", "prompts_file", "output"]
             near = _same_last_part(key, candidates) or difflib.get_close_matches(key, candidates, n=1)
             advice = f"did you mean {near[0]}?" if near else "--help lists the keys"
-            raise ConfigError(f"{key}={value}: there is no key {key!r}; {advice}")
+            raise ConfigError(f"{shown(key)}={shown(value)}: there is no key '{shown(key)}'; {advice}")
 
 
 def _check_option(group: str, name: str) -> None:
@@ -103,7 +106,8 @@ def _check_option(group: str, name: str) -> None:
     what = "named run" if group == "conf" else group
     hint = "; a model of your own is given as model.path=ID|FOLDER|FILE.gguf" if group == "model" else ""
     raise ConfigError(
-        f"{group}={name}: there is no {what} {name!r}; {advice}available: {', '.join(options)}{hint}"
+        f"{group}={shown(name)}: there is no {what} '{shown(name)}'; "
+        f"{advice}available: {', '.join(options)}{hint}"
     )
 
 
@@ -128,7 +132,8 @@ def _compose_with_hydra(given: Mapping[str, str]) -> RunConfig:
         with hydra.initialize_config_dir(str(_FOLDER), version_base="1.3"):
             composed = hydra.compose("config", [f"{key}={value}" for key, value in given.items()])
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        # Hydra leaves to Python what is too long a number or too deep a list.
         raise _in_our_words(error, given) from None
     finally:
         GlobalHydra.instance().hydra = outer
@@ -142,20 +147,20 @@ def _in_our_words(error: Exception, given: Mapping[str, str]) -> ConfigError:
     for cause in (error.__cause__, error):
         key = getattr(cause, "full_key", None)
         if key in keys and key in given:
-            return ConfigError(f"{key}={given[key]}: expected {keys[key].expects}")
+            return ConfigError(f"{key}={shown(given[key])}: expected {keys[key].expects}")
     # Other errors carry no key: they quote the argument that they are about, or only a part of it.
     for key, value in given.items():
         if f"{key}={value}" in str(error) or _is_broken(f"{key}={value}"):
             expects = keys[key].expects if key in keys else "the name of a file"
-            return ConfigError(f"{key}={value}: expected {expects}")
-    return ConfigError(" ".join(str(error).split()))
+            return ConfigError(f"{key}={shown(value)}: expected {expects}")
+    return ConfigError(shown(" ".join(str(error).split()), most=300))
 
 
 def _is_broken(argument: str) -> bool:
     """Whether Hydra's grammar refuses this argument."""
     try:
         OverridesParser.create().parse_override(argument)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):
         return True
     return False
 

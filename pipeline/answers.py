@@ -48,7 +48,7 @@ def check_output(path: Path, *, prompts_file: Path | None) -> None:
 
 
 def check_output_is_no_model(path: Path, *configs: RunConfig) -> None:
-    """Raise `ConfigError` if `path` lies in a model that one of `configs` names: answers never replace weights.
+    """Raise `ConfigError` if `path` lies in a model that one of `configs` names: weights stay whole.
 
     configs: the run's, before and after its models were found.
     """

@@ -29,6 +29,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from conf.limits import MAX_SEED, MAX_TEMPERATURE
 from pipeline.tensor_pool import TensorRef
 
 
@@ -52,7 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     max_tokens: Annotated[int, Meta(ge=1)]
     """Most tokens to generate, at least 1."""
-    temperature: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k likeliest tokens; 0 keeps all."""
@@ -60,7 +61,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]
     """0 <= seed < 2**63."""
 
 

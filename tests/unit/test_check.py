@@ -1,10 +1,18 @@
 """Rules across fields: what breaks one is refused by name, with what was expected."""
 
+import msgspec
 import pytest
 
-from conf.check import MAX_SEED, check
+from conf.check import check
 from conf.compose import compose, options_of
 from conf.errors import ConfigError
+from conf.keys import all_keys
+from conf.limits import MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
+from pipeline.messages import Sampling
+
+WHOLE_NUMBER_KEYS = [
+    key.name for key in all_keys().values() if "whole number" in key.expects and key.name != "seed"
+]
 
 
 def refused(*arguments, available_cores=2):
@@ -30,6 +38,7 @@ def test_every_named_run_passes_on_any_machine(name, available_cores, placement)
         ("temperature=-0.1", "expected a finite number of at least 0"),
         ("temperature=nan", "expected a finite number"),
         ("temperature=inf", "expected a finite number"),
+        ("temperature=1e+31", "expected a finite number of at least 0 and at most 1e+30"),
         ("top_k=-1", "expected at least 0"),
         ("top_p=0.0", "expected more than 0 and at most 1"),
         ("top_p=1.01", "expected more than 0 and at most 1"),
@@ -43,8 +52,8 @@ def test_every_named_run_passes_on_any_machine(name, available_cores, placement)
         ("model.path=", "it is empty"),
         ("model.max_context=1", "expected at least 2"),
         ("placement.page_size=0", "expected at least 1"),
-        ("placement.target_cores=0", "expected 1 to 2, the cores this process may use"),
-        ("placement.draft_cores=3", "expected 1 to 2, the cores this process may use"),
+        ("placement.target_cores=0", "expected 1 to 2, the cores this process may use; raise it"),
+        ("placement.draft_cores=3", "expected 1 to 2, the cores this process may use; lower it"),
         ("speculation.depth=0", "expected at least 1"),
         ("speculation.budget=0", "expected at least 1"),
         ("speculation.draft.layers=0", "expected at least 1"),
@@ -54,6 +63,29 @@ def test_a_value_out_of_range_is_refused_with_its_key(argument, expected):
     message = refused(argument)
     assert message.startswith(f"{argument}: ")
     assert expected in message
+
+
+@pytest.mark.parametrize("value", [MAX_WHOLE_NUMBER + 1, 2**64, -(2**64), 10**99])
+@pytest.mark.parametrize("key", WHOLE_NUMBER_KEYS)
+def test_no_whole_number_is_so_large_that_it_could_not_travel(key, value):
+    given = f"[{value}]" if key == "speculation.tree.widths" else value
+    # Whether the run uses the key must not matter: every value travels to the stages.
+    assert refused("conf=autoregressive", f"{key}={given}").startswith(f"{key}=")
+
+
+def test_what_passes_is_what_the_messages_allow():
+    def sampling(**settings):
+        fields = {name: getattr(config, name) for name in Sampling.__struct_fields__ if name != "seed"}
+        return msgspec.convert({**fields, "seed": 0, **settings}, Sampling)
+
+    config = compose(
+        [f"temperature={MAX_TEMPERATURE}", f"max_tokens={MAX_WHOLE_NUMBER}", "min_p=1", "top_p=1"]
+    )
+    check(config, available_cores=2)
+    assert sampling(seed=MAX_SEED).temperature == MAX_TEMPERATURE
+    for name, value in (("temperature", MAX_TEMPERATURE * 2), ("seed", MAX_SEED + 1)):
+        with pytest.raises(msgspec.ValidationError):
+            sampling(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -109,6 +141,7 @@ def test_keys_that_need_one_another_are_refused_alone(arguments, expected):
 def test_split_cores_must_fit_side_by_side():
     message = refused("placement.target_cores=2", available_cores=2)
     assert "a sum of at most 2" in message
+    assert "placement.draft_cores=null" in message
     check(compose(["placement.target_cores=2", "placement=cpu_shared"]), available_cores=2)
     check(compose(["placement.target_cores=2"]), available_cores=3)
 

@@ -52,8 +52,14 @@ def test_the_command_line_wins_over_the_named_run_in_any_order():
     assert compose(["conf=saguaro", "placement=cpu_shared"]).placement.name == "cpu_shared"
 
 
-def test_of_a_key_given_twice_the_last_counts():
-    assert compose(["max_tokens=3", "max_tokens=4"]).max_tokens == 4
+@pytest.mark.parametrize(
+    "arguments",
+    [["max_tokens=3", "max_tokens=4"], ["conf=ssd", "conf=ssd"], ["model.path=a", "model.path=b"]],
+)
+def test_a_key_given_twice_is_refused(arguments):
+    with pytest.raises(ConfigError, match="is given twice, expected it once") as caught:
+        compose(["temperature=0", *arguments])
+    assert str(caught.value).startswith(arguments[0].partition("=")[0])
 
 
 def test_values_come_out_with_the_types_of_the_schema():
@@ -210,3 +216,32 @@ def test_a_value_with_broken_syntax_is_reported_with_its_key(argument):
         compose(["temperature=0", argument])
     assert str(caught.value).startswith(argument)
     assert "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "max_tokens=" + "9" * 5000,
+        "max_tokens='" + "9" * 5000 + "'",
+        "max_tokens=" + "x" * 100_000,
+        "speculation.tree.widths=[" + "9" * 5000 + "]",
+        "speculation.tree.widths=" + "[" * 3000,
+        "model.name=" + "x" * 100_000,
+        "conf=" + "x" * 100_000,
+        "x" * 100_000,
+        "x" * 100_000 + "=3",
+        "max_tokens=\x1b[2J\r\x07",
+        "\x1b[2J\r\u202e=3",
+        "conf=\x1b[2J",
+        "max_tokens=(\x1b[2J",
+    ],
+    ids=lambda argument: argument[:20].encode("unicode_escape").decode(),
+)
+def test_a_refusal_fits_on_a_line_and_shows_what_a_terminal_would_obey(argument):
+    with pytest.raises(ConfigError) as caught:
+        compose([argument])
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+    assert (
+        "expected" in str(caught.value) or "there is no" in str(caught.value) or "give" in str(caught.value)
+    )
