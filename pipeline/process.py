@@ -253,12 +253,15 @@ def _watch_supervisor(supervisor_pid: int, run_directory: Path) -> None:
     """End this process, and what the run left on disk, when the supervisor is gone."""
 
     def watch() -> None:
-        while os.getppid() == supervisor_pid:
-            readable, _, _ = select.select([sys.stdin.fileno()], [], [], _WAIT_MS / 1000)
-            if readable and not os.read(sys.stdin.fileno(), 1):
-                break
-        remove_run(run_directory)
-        os._exit(1)
+        try:
+            while os.getppid() == supervisor_pid:
+                readable, _, _ = select.select([sys.stdin.fileno()], [], [], _WAIT_MS / 1000)
+                if readable and not os.read(sys.stdin.fileno(), 1):
+                    break
+            remove_run(run_directory)
+        finally:
+            # Whatever went wrong: nobody else would end this process.
+            os._exit(1)
 
     threading.Thread(target=watch, name="watch-supervisor", daemon=True).start()
 

@@ -73,11 +73,17 @@ def ipc_address(path: Path) -> str:
 
 
 def remove_run(path: Path) -> None:
-    """Delete a run directory and the shared memory that carries its name, whoever made them."""
+    """Delete a run directory and the shared memory that carries its name, whoever made them.
+
+    Never raises: all stages of a lost run do this at once, and each may find the work of another.
+    """
     for directory in (SHARED_MEMORY, path):
-        for block in directory.glob(f"{path.name}-*"):
-            with contextlib.suppress(OSError):
-                block.unlink()
+        # Not Path.glob, which fails on a directory that vanishes under it.
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith(f"{path.name}-"):
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)
     shutil.rmtree(path, ignore_errors=True)
 
 

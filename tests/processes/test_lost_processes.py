@@ -60,6 +60,21 @@ except KeyboardInterrupt:
 print("stopped", flush=True)
 """
 
+ORPHAN_PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import pipeline.process
+
+def fail(path):
+    raise RuntimeError("toy failure of the cleaning")
+
+pipeline.process.remove_run = fail
+pipeline.process._watch_supervisor(os.getppid(), Path("unused"))
+print("watching", flush=True)
+while True:
+    signal.pause()
+"""
+
 
 def keep_busy(engine, until_s: float) -> None:
     """Send to every stage and read the answers until the engine fails, or `until_s`."""
@@ -126,6 +141,24 @@ def test_stages_end_by_themselves_when_the_frontend_is_killed(kind):
         frontend.wait(10)
     wait_until(lambda: not any(map(is_alive, pids)), 5)
     wait_until(lambda: not traces(frontend.pid), 5)
+
+
+def test_a_stage_without_a_supervisor_ends_even_if_it_cannot_clean_up():
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_PROGRAM],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with orphan:
+        try:
+            assert orphan.stdout.readline() == "watching\n"
+            orphan.stdin.close()
+            assert orphan.wait(10) == 1
+        finally:
+            orphan.kill()
 
 
 def test_nothing_is_left_in_shared_memory_when_everything_is_killed_at_once():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, ProtocolError
-from pipeline.run_directory import RunDirectory, ipc_address, runtime_root, sweep_stale
+from pipeline.run_directory import RunDirectory, ipc_address, remove_run, runtime_root, sweep_stale
 from pipeline.shm_memory import SHARED_MEMORY, PoolExport, SharedMemoryExporter, SharedMemoryReader
 from pipeline.tensor_pool import PoolSpec
 
@@ -40,6 +41,27 @@ def test_a_directory_is_private_and_removed_with_all_that_carries_its_name(direc
     directory.remove()
     assert not directory.path.exists()
     assert not block.exists()
+
+
+def test_a_directory_that_somebody_else_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    path = tmp_path / "ssd-1-00000000"
+    path.mkdir()
+    scan = os.scandir
+
+    def scan_too_late(folder):
+        monkeypatch.setattr(os, "scandir", scan)
+        shutil.rmtree(path)
+        return scan(folder)
+
+    block = SHARED_MEMORY / f"{path.name}-toy-0"
+    block.touch()
+    remove_run(path)
+    assert not block.exists()
+    path.mkdir()
+    monkeypatch.setattr("pipeline.run_directory.SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(os, "scandir", scan_too_late)
+    remove_run(path)
+    assert not path.exists()
 
 
 def test_what_a_killed_owner_leaves_is_swept_by_the_next_one(tmp_path):
