@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ SIZES = [
 pytestmark = [pytest.mark.demo, pytest.mark.timeout(3600)]
 
 
-def _answers(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path) -> list[list[int]]:
-    """Token ids of every prompt, from one call of the command line."""
+def _rows(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path) -> list[dict[str, Any]]:
+    """One answer a prompt, from one call of the command line."""
     output = folder / f"{name}.jsonl"
     command = [
         sys.executable,
@@ -55,7 +56,11 @@ def _answers(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     rows.sort(key=lambda row: int(row["request_id"]))
-    return [row["token_ids"] for row in rows]
+    return rows
+
+
+def _answers(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path) -> list[list[int]]:
+    return [row["token_ids"] for row in _rows(folder, name, arguments, prompts)]
 
 
 def _transformers_answers(prompts: Path, max_tokens: int) -> list[list[int]]:
@@ -103,3 +108,17 @@ def test_systems_agree_at_temperature_one(num_prompts: int, max_tokens: int, tmp
         answers = _answers(tmp_path, name, run, prompts)
         expected = expected or answers
         assert answers == expected, name
+
+
+def test_the_draft_computes_while_the_target_verifies(tmp_path: Path) -> None:
+    """The overlap is what the pipeline is for: here with a draft that has something to compute."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Count from one to ten.\nName three rivers.")
+    run = ("conf=saguaro", *LAYERS, "speculation.depth=2", "max_tokens=16")
+    for row in _rows(tmp_path, "overlap", run, prompts):
+        metrics = row["metrics"]
+        assert metrics["overlap_ms"] > 0.2 * metrics["target_compute_ms"]
+        assert metrics["overlap_ms"] <= metrics["target_compute_ms"]
+        assert metrics["cache_hits"] + metrics["cache_misses"] == metrics["num_rounds"] - 1
+        parts = metrics["target_compute_ms"] + metrics["draft_wait_ms"] + metrics["overhead_ms"]
+        assert parts == pytest.approx(metrics["decode_seconds"] * 1000)

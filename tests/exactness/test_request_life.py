@@ -25,9 +25,11 @@ from stages.draft_speculator.draft_request import Phase
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.stage import DraftSpeculator
 from stages.model.weights import random_model
+from stages.outcome_predictor.stage import OutcomePredictor
 from stages.target_verifier.stage import TargetVerifier
 from tests.tiny import (
     PlainDecoder,
+    ScriptedDraft,
     TinyPipeline,
     draft_by_name,
     make_config,
@@ -387,6 +389,52 @@ def test_a_malformed_tree_is_refused_and_the_target_goes_on_without_it() -> None
     (name, error), *_ = pipeline.runtime.protocol_errors
     assert name is StageName.VERIFIER
     assert "parents come before" in str(error)
+
+
+def test_rows_that_hit_keep_their_proposal_when_a_batch_mate_misses() -> None:
+    target = tiny_target()
+    config = _ssd(max_requests=2, depth=3, budget=12)
+    plain, greedy = PlainDecoder(target), _greedy()
+
+    def script(path: list[int]) -> list[int]:
+        """An oracle for the first request, always wrong for the second."""
+        ranked = plain.law(path, greedy)[0].argsort(descending=True).tolist()
+        return ranked[-1:] if path[: len(PROMPTS["b"])] == PROMPTS["b"] else ranked[:6]
+
+    pipeline = TinyPipeline(config, target, ScriptedDraft(script))
+    for request_id in ("a", "b"):
+        pipeline.submit(request_id, PROMPTS[request_id], _greedy(30))
+    pipeline.runtime.run_until(lambda: all(pipeline.recorder.end(i) is not None for i in ("a", "b")))
+    sources = {
+        request_id: [m.source for m in pipeline.recorder.committed if m.request_id == request_id][2:-1]
+        for request_id in ("a", "b")
+    }
+    assert set(sources["b"]) == {ProposalSource.BACKUP}
+    assert set(sources["a"]) == {ProposalSource.HIT}
+
+
+def test_hundreds_of_requests_leave_nothing_behind() -> None:
+    """Short ones through three slots, every fifth cancelled: all tables are empty again at the end."""
+    target = tiny_target()
+    pipeline = TinyPipeline(
+        _ssd(max_requests=3, page_size=4), target, draft_by_name("noisy", target), order_seed=4
+    )
+    names = [f"r{i}" for i in range(300)]
+    for i, name in enumerate(names):
+        pipeline.submit(
+            name, PROMPTS["abcde"[i % 5]], Sampling(max_tokens=1 + i % 7, temperature=0.5, seed=i)
+        )
+        if i % 5 == 4:
+            pipeline.runtime.send(StageName.VERIFIER, CancelRequest(request_id=name))
+    pipeline.runtime.run_until_idle(max_steps=1_000_000)
+    assert pipeline.runtime.protocol_errors == []
+    failed = {m.request_id for m in pipeline.runtime.outputs if isinstance(m, RequestFailed)}
+    assert all((pipeline.recorder.end(name) is None) == (name in failed) for name in names)
+    _assert_nothing_is_held(pipeline)
+    verifier, predictor = (pipeline.runtime.stages[n] for n in (StageName.VERIFIER, StageName.PREDICTOR))
+    assert isinstance(verifier, TargetVerifier)
+    assert isinstance(predictor, OutcomePredictor)
+    assert (verifier._sequences, verifier._by_draft_id, predictor._acceptance) == ({}, {}, {})
 
 
 def test_a_token_that_the_model_has_no_row_for_fails_its_request_alone() -> None:
