@@ -96,8 +96,8 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
     if placement.name == "cpu_split" and is_given and needed > available_cores:
         raise ConfigError(
             f"placement.target_cores={_typed(target)} and placement.draft_cores={_typed(draft)}: expected a "
-            f"sum of at most {available_cores}, the cores this process may use, with one left for each side; lower one, "
-            "or choose placement=cpu_shared"
+            f"sum of at most {available_cores}, the cores this process may use, with one left for each side; "
+            "lower one, or choose placement=cpu_shared"
         )
     _at_least("placement.page_size", placement.page_size, 1)
 

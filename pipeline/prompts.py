@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, shown, shown_path
 
 BUILT_IN_PROMPTS = (
     "Write a Python function `is_palindrome(text)` that ignores spaces, case and punctuation. "
@@ -67,11 +67,11 @@ def read_prompts_file(path: Path) -> list[PromptRow]:
     """
     lines = [(number, line) for number, line in enumerate(_read_lines(path), start=1) if line.strip()]
     if not lines:
-        raise ConfigError(f"prompts_file={path} has no prompts, expected one a line")
+        raise ConfigError(f"prompts_file={shown_path(path)} has no prompts, expected one a line")
     is_json = path.suffix in (".json", ".jsonl") or lines[0][1].lstrip().startswith("{")
     rows = []
     for index, (number, line) in enumerate(lines):
-        origin = f"{path}:{number}"
+        origin = f"{shown_path(path)}:{number}"
         turns, is_conversation = _parse_row(line, origin) if is_json else ((line,), False)
         for turn in turns:
             _check_unicode(turn, origin)
@@ -79,7 +79,7 @@ def read_prompts_file(path: Path) -> list[PromptRow]:
             PromptRow(index=index, turns=tuple(turns), is_conversation=is_conversation, origin=origin)
         )
     if not any(turn for row in rows for turn in row.turns):
-        raise ConfigError(f"prompts_file={path} has only empty prompts, expected some text")
+        raise ConfigError(f"prompts_file={shown_path(path)} has only empty prompts, expected some text")
     return rows
 
 
@@ -88,9 +88,13 @@ def _read_lines(path: Path) -> list[str]:
         # utf-8-sig drops a byte order mark; reading with universal newlines ends lines at CRLF as well.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts_file={path} is not UTF-8 text ({error}); convert it") from None
+        raise ConfigError(
+            f"prompts_file={shown_path(path)} is not UTF-8 text ({error}); convert it"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"prompts_file={path} cannot be read: {error.strerror}; check the path") from None
+        raise ConfigError(
+            f"prompts_file={shown_path(path)} cannot be read: {error.strerror}; check the path"
+        ) from None
     # Not splitlines(): it would also cut at U+2028 and the like, which stand unescaped in valid JSON.
     return text.split("\n")
 
@@ -99,17 +103,27 @@ def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool]:
     """The turns of a JSON line, and whether they were given as `turns`. Other keys of the object are data."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except json.JSONDecodeError as error:  # whose own text counts lines from this one
+        reason = f"{error.msg} at column {error.colno}"
+        raise ConfigError(f"{origin} is not JSON ({reason}); {_EXPECTED}") from None
+    except ValueError as error:  # such as a number with too many digits
         raise ConfigError(f"{origin} is not JSON ({error}); {_EXPECTED}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} is nested too deeply to be read; {_EXPECTED}") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
-        raise ConfigError(f"{origin}: {_EXPECTED}, one of the two keys, got {_shortened(line)}")
+        raise ConfigError(f"{origin}: {_EXPECTED}, one of the two keys, got {shown(line.strip())}")
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
-            raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {_shortened(line)}")
+            raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {shown(line.strip())}")
         return (row["prompt"],), False
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise ConfigError(f"{origin}: {_EXPECTED} with a list of texts, got {_shortened(line)}")
+        raise ConfigError(f"{origin}: {_EXPECTED} with a list of texts, got {shown(line.strip())}")
+    if "" in turns:
+        number = turns.index("") + 1
+        raise ConfigError(
+            f"{origin}: turn {number} is empty, expected some text in each; fill it or leave it out"
+        )
     return turns, True
 
 
@@ -119,8 +133,3 @@ def _check_unicode(text: str, origin: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{origin} is not valid Unicode text, expected UTF-8; convert it") from None
-
-
-def _shortened(line: str) -> str:
-    line = line.strip()
-    return line if len(line) <= 60 else line[:57] + "..."

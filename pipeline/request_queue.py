@@ -36,6 +36,16 @@ class Request:
     row: PromptRow
     turn: int
 
+    @property
+    def turn_name(self) -> str | None:
+        """Which turn of a conversation this is, for people, who count from 1; None for a prompt."""
+        return f"turn {self.turn + 1} of {len(self.row.turns)}" if self.row.is_conversation else None
+
+    @property
+    def origin(self) -> str:
+        """Where it came from, for error messages: `prompts.jsonl:3` or `prompts.jsonl:3, turn 2 of 4`."""
+        return self.row.origin if self.turn_name is None else f"{self.row.origin}, {self.turn_name}"
+
 
 class RequestQueue:
     """The requests of a run that are still to be submitted, and those in flight."""

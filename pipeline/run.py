@@ -241,11 +241,11 @@ class Run:
         del self._token_ids[request_id]
         self._num_failed += 1 + len(later)
         self._printer.fail(failed)
-        _say(f"error: {failed.row.origin}: {' '.join(reason.split())}")
+        _say(f"error: {failed.origin}: {' '.join(reason.split())}")
         if self._writer is not None:
             self._writer.write_failure(failed, reason)
             for request in later:
-                self._writer.write_failure(request, f"turn {failed.turn} failed: {reason}")
+                self._writer.write_failure(request, f"{failed.turn_name} failed: {reason}")
 
 
 def _rows(arguments: Arguments) -> list[PromptRow]:

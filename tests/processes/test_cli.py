@@ -177,6 +177,16 @@ def test_one_failing_row_leaves_the_others_alone(run, tmp_path):
     assert "two" in outcome.stdout
 
 
+def test_a_failing_turn_is_named(run, tmp_path, chat_model):
+    rows = write_rows(
+        tmp_path / "p.jsonl", {"turns": ["say a", "fail too long", "say b"]}, {"prompt": "say x"}
+    )
+    outcome = run(f"prompts_file={rows}", f"model.path={chat_model}", "output=out.jsonl")
+    assert outcome.errors == [f"error: {rows}:1, turn 2 of 3: too long"]
+    errors = [row.get("error") for row in answers_in(tmp_path / "out.jsonl")]
+    assert errors == [None, "too long", "turn 2 of 3 failed: too long", None]
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

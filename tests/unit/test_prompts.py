@@ -69,6 +69,11 @@ def test_json_lines_are_recognised_without_their_suffix(tmp_path):
         ('{"turns": "a"}', "with a list of texts"),
         ('{"turns": [{"role": "user", "content": "a"}]}', "with a list of texts"),
         ('{"prompt": "\\ud800"}', "is not valid Unicode"),
+        ('{"prompt": tru}', "is not JSON (Expecting value at column 12)"),
+        ('{"prompt": "a", "extra": ' + "[" * 100_000, "nested too deeply"),
+        ('{"prompt": "a", "extra": ' + "9" * 5000 + "}", "is not JSON"),
+        ('{"turns": ["a", "", "b"]}', "turn 2 is empty"),
+        ('{"text": "\x7f\u202e"}', "\\x7f\\u202e"),
     ],
 )
 def test_a_bad_line_is_an_error_with_file_and_number(tmp_path, line, expected):
@@ -76,6 +81,9 @@ def test_a_bad_line_is_an_error_with_file_and_number(tmp_path, line, expected):
         rows_of(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n')
     assert f"{tmp_path / 'prompts.jsonl'}:3" in str(caught.value)
     assert expected in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert "line 1" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("content", ["", "\n\n  \n", '{"prompt": ""}\n', '{"turns": ["", ""]}\n'])
