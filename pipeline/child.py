@@ -48,9 +48,10 @@ class StageChild:
         if spec.busy_poll_us:
             command += ["--busy-poll-us", str(spec.busy_poll_us)]
         with _interrupts_blocked():
-            # stdout belongs to the answers, so a stage's goes to stderr (2).
+            # stdout belongs to the answers, so a stage's goes to stderr (2). A session of its own: what is
+            # sent to our process group (by timeout, a closing terminal) is for the supervisor to act on.
             self._process = subprocess.Popen(
-                command, stdin=lifeline, stdout=2, env=_environment(spec.threads)
+                command, stdin=lifeline, stdout=2, env=_environment(spec.threads), start_new_session=True
             )
         self.pid = self._process.pid
 

@@ -294,8 +294,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one stage to its end; its exit status."""
-    # Ctrl-C reaches the whole process group; what it means is the supervisor's decision.
+    # Should they reach a stage (it has a session of its own): what they mean is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
     options = _parse(arguments)

@@ -90,27 +90,37 @@ def main(argv: Sequence[str], *, open_engine: OpenEngine = Engine) -> int:
         sys.stdout.reconfigure(errors="replace")
     with Interrupts() as interrupts:
         try:
-            arguments = split_arguments(argv)
-            if arguments.wants_help:
-                print(usage(), flush=True)
-                return 0
-            return _run(arguments, interrupts, open_engine)
-        except ConfigError as error:
-            _say(f"error: {' '.join(str(error).split())}")
-            return _EXIT_BAD_INPUT
-        except EngineError as error:
-            _say(f"error: {error}")
-            return _EXIT_ENGINE_DEAD
-        except BrokenPipeError:
-            _discard_stdout()
-            return _EXIT_BROKEN_PIPE
-        except OSError as error:
-            _say(f"error: the answers cannot be written: {error}")
-            _discard_stdout()
-            return _EXIT_ENGINE_DEAD
+            return _run_and_explain(argv, interrupts, open_engine)
         except KeyboardInterrupt:
             _say("aborted")
             return interrupts.exit_status
+
+
+def _run_and_explain(argv: Sequence[str], interrupts: Interrupts, open_engine: OpenEngine) -> int:
+    """Run, and say of every expected error what it means; the exit status."""
+    try:
+        arguments = split_arguments(argv)
+        if arguments.wants_help:
+            print(usage(), flush=True)
+            return 0
+        return _run(arguments, interrupts, open_engine)
+    except ConfigError as error:
+        _say(f"error: {' '.join(str(error).split())}")
+        return _EXIT_BAD_INPUT
+    except EngineError as error:
+        if interrupts.received is not None:
+            # Who shuts down a machine or a container ends our stages too, maybe before us.
+            _say(f"stopped: {error}")
+            return interrupts.exit_status
+        _say(f"error: {error}")
+        return _EXIT_ENGINE_DEAD
+    except BrokenPipeError:
+        _discard_stdout()
+        return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        _say(f"error: the answers cannot be written: {error}")
+        _discard_stdout()
+        return _EXIT_ENGINE_DEAD
 
 
 def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) -> int:

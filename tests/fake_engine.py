@@ -1,12 +1,15 @@
 """An engine without stages, for tests of the command line: its prompts say what shall happen.
 
 `say WORDS` answers with the words, one block each; `fail REASON` fails; `hang` starts an answer and waits
-for its cancellation, `deaf` does so even then; `die` loses a stage. Run as a module, this file is the command
+for its cancellation, `deaf` does so even then; `die` loses a stage, and `shutdown` does
+so because everything here was sent SIGTERM. Run as a module, this file is the command
 line with that engine.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections import deque
@@ -88,6 +91,9 @@ class FakeEngine:
     def events(self, timeout_s: float) -> Sequence[FrontendMessage]:
         if "die" in self._in_flight.values():
             raise EngineDead("stage lost: target-verifier (pid 1) was killed by SIGKILL")
+        if "shutdown" in self._in_flight.values():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise EngineDead("stage lost: target-verifier (pid 1) was ended by SIGTERM")
         if not self._news:
             time.sleep(timeout_s)  # as the real one waits for mail
             return []

@@ -232,6 +232,14 @@ def test_a_lost_stage_ends_the_run_with_its_name(run, tmp_path):
     assert [row["text"] for row in answers_in(tmp_path / "out.jsonl")] == ["one"]
 
 
+def test_a_stage_that_ends_because_everything_is_shut_down_is_not_called_lost(run):
+    outcome = run("prompt=shutdown")
+    assert outcome.status == 143
+    assert outcome.errors == []
+    assert "stopped: " in outcome.stderr
+    assert outcome.engine.is_stopped
+
+
 def test_help_lists_runs_and_keys(run):
     outcome = run("--help")
     assert (outcome.status, outcome.engine) == (0, None)

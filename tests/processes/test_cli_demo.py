@@ -92,15 +92,22 @@ def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path, 
     assert traces(temporary) == []
 
 
-def test_ctrl_c_ends_the_run_within_five_seconds_and_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["ctrl-c", "shutdown", "hang-up"],
+)
+def test_a_signal_to_all_processes_ends_the_run_within_five_seconds_and_leaves_nothing(
+    tmp_path, monkeypatch, number, status
+):
     process, pids, temporary = start_a_long_answer(tmp_path, monkeypatch)
     began = time.monotonic()
-    # A terminal sends it to the whole process group.
     for pid in (process.pid, *pids.values()):
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     _, stderr = process.communicate(timeout=30)
     assert time.monotonic() - began < 5
-    assert process.returncode == 130
+    assert process.returncode == status
+    assert "error" not in stderr
     assert "Traceback" not in stderr
     assert not any(is_alive(pid) for pid in pids.values())
     assert traces(temporary) == []

@@ -164,7 +164,8 @@ def test_a_stage_without_a_supervisor_ends_even_if_it_cannot_clean_up():
 def test_nothing_is_left_in_shared_memory_when_everything_is_killed_at_once():
     frontend, pids = start_frontend("Echo")
     with frontend:
-        os.killpg(frontend.pid, signal.SIGKILL)
+        for pid in (frontend.pid, *pids):
+            os.kill(pid, signal.SIGKILL)
         frontend.wait(10)
     wait_until(lambda: not any(map(is_alive, pids)), 5)
     assert not [path for path in traces(frontend.pid) if path.startswith("/dev/shm")]

@@ -3,6 +3,7 @@
 import collections
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_a_stage_carries_its_name_runs_on_its_cores_and_has_its_threads():
     assert item.text == f"target-verifier cores=[{core}] omp=3"
     assert command[3:5] == ["pipeline.process", "target-verifier"]
     assert not is_alive(item.number)
+
+
+def test_signals_to_the_frontends_process_group_or_terminal_do_not_reach_a_stage():
+    with supervise({TOKENIZER: "Echo", VERIFIER: "Echo"}) as engine:
+        for pid in engine.pids.values():
+            assert os.getpgid(pid) == os.getsid(pid) == pid
+
+
+def test_a_lost_terminal_does_not_end_a_stage():
+    with supervise({TOKENIZER: "Echo"}) as engine:
+        os.kill(engine.pids[TOKENIZER], signal.SIGHUP)
+        engine.send(TOKENIZER, Item(number=1))
+        assert collect(engine, 1) == [Item(number=1)]
 
 
 def test_background_work_runs_while_no_message_waits():
