@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, shown
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that chat templates may refer to by name."""
+_OLD_NAME = "chat_template.json"
+"""Where multimodal models kept their template for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,33 @@ def _find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return _read_text(jinja)
-    for settings in (config, _read_json(folder / "chat_template.json")):
+    for name, settings in (("tokenizer_config.json", config), (_OLD_NAME, _read_json(folder / _OLD_NAME))):
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named templates
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = _named_templates(folder / name, template).get("default")
         if isinstance(template, str):
             return template
+        if template is not None:
+            raise _no_template(folder / name, template)
     return None
+
+
+def _named_templates(path: Path, entries: list[Any]) -> dict[str, str]:
+    templates: dict[str, str] = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise _no_template(path, entries)
+    return templates
+
+
+def _no_template(path: Path, came: Any) -> ConfigError:
+    return ConfigError(
+        f"{path} has chat_template={shown(repr(came))}, expected text or a list of objects with name and "
+        "template; correct the file"
+    )
 
 
 def _text_of_token(token: Any) -> str | None:
@@ -70,7 +92,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected a JSON object, got {error}; fetch the model again") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object; fetch the model again")

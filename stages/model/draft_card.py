@@ -27,7 +27,7 @@ def is_draft_folder(folder: Path) -> bool:
     """Whether config.json carries the marker. False for anything that cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and isinstance(config.get("draft"), dict)
 

@@ -126,9 +126,9 @@ def has_weights(folder: Path) -> bool:
         return (folder / "model.safetensors").is_file()
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
-    return bool(names) and all((folder / name).is_file() for name in names)
+    return bool(names) and all(isinstance(name, str) and (folder / name).is_file() for name in names)
 
 
 def _with_tokenizer(folder: Path) -> Path:

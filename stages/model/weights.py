@@ -6,7 +6,6 @@ knows nothing about how they are multiplied (see `stages.model.linear`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, shown
+from stages.model.config_fields import read_object
 from stages.model.shape import ModelShape, read_shape
 
 _INDEX_NAME = "model.safetensors.index.json"
@@ -194,10 +194,11 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor, for sharded and single checkpoints."""
     index, single = folder / _INDEX_NAME, folder / "model.safetensors"
     if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index: {error!r}; fetch it again") from error
+        names = read_object(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ConfigError(
+                f"{index} has weight_map={shown(repr(names))}, expected names of files; fetch it again"
+            )
         missing = sorted({name for name in names.values() if not (folder / name).is_file()})
         if missing:
             raise ConfigError(f"{folder} lacks the weight files {', '.join(missing)}; fetch the model again")

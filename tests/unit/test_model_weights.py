@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 from pipeline.errors import ConfigError
 from stages.model.batch import ForwardBatch, SequenceRows
+from stages.model.draft_card import is_draft_folder
 from stages.model.runner import ModelRunner
 from stages.model.shape import parse_shape, read_shape
+from stages.model.source import has_weights
 from stages.model.weights import LoadedModel, expected_tensors, load_model, random_model
 
 CONFIG: dict[str, Any] = {
@@ -132,6 +134,67 @@ def test_other_families_are_refused_with_the_list_of_supported_ones() -> None:
 def test_what_the_decoder_would_compute_wrongly_is_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_shape({**CONFIG, **change}, {}, origin="here")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_key_value_heads": "two"}, "num_key_value_heads='two', expected a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0, expected a whole number of at least 1"),
+        ({"vocab_size": True}, "vocab_size=True, expected a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, expected a whole number from 1 to"),
+        ({"head_dim": "x"}, "head_dim='x', expected a whole number"),
+        ({"head_dim": 10**30}, "head_dim=1"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings='many', expected a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small', expected a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a number"),
+        ({"rope_theta": [1]}, "rope_theta=[1], expected a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta=1"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear', expected an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor=None, expected a positive number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "rope_parameters.factor='x'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling="),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "rope_scaling="),
+        ({"eos_token_id": "x"}, "eos_token_id='x', expected a token id or a list of them"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id=[1, 'x'], expected a token id or a list of them"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', expected true or false"),
+        ({"use_sliding_window": True, "sliding_window": "x"}, "sliding_window='x', expected a whole number"),
+        ({"use_sliding_window": True, "layer_types": 3}, "layer_types=3, expected a list"),
+        ({"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers='x'"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_named_with_its_file_and_what_came(
+    change: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_shape({**CONFIG, **change}, {}, origin="here")
+    assert str(caught.value).startswith("here: config.json has ")
+    assert key in str(caught.value)
+    assert "expected " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_end_of_sequence_in_the_generation_config_is_named_with_that_file() -> None:
+    with pytest.raises(ConfigError, match=r"here: generation_config\.json has eos_token_id='x'"):
+        parse_shape(CONFIG, {"eos_token_id": "x"}, origin="here")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[1]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "{}"]
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"index\.json.*expected"):
+        load_model(tmp_path, dtype=torch.float32)
+    assert not has_weights(tmp_path)
+
+
+def test_settings_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as JSON"):
+        read_shape(tmp_path)
+    assert not is_draft_folder(tmp_path)
 
 
 def test_a_context_is_cut_to_the_window_inside_which_attention_is_plain() -> None:

@@ -12,6 +12,7 @@ from pipeline.messages import (
     SubmitRequest,
     TokenizedRequest,
 )
+from pipeline.tokenizer_settings import read_tokenizer_settings
 from stages.tokenizer import PromptEncoder, TokenizerStage
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, save_model_folder
 
@@ -144,6 +145,30 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path):
     folder = save_model_folder(tmp_path, byte_level(), chat_template=named)
     ids = PromptEncoder(folder).encode_request(prompt=None, chat=turns([("user", "x")]))
     assert byte_level().decode(ids) == "yes"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ["x"],
+        [{"name": "default"}],
+        [{"name": "default", "template": 3}],
+        [{"name": [], "template": ""}],
+        3,
+        {"a": "b"},
+    ],
+)
+def test_a_template_of_the_wrong_type_is_named_with_its_file_and_what_came(tmp_path, template):
+    folder = save_model_folder(tmp_path, byte_level(), chat_template=template)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json has chat_template=.*expected") as caught:
+        read_tokenizer_settings(folder)
+    assert repr(template) in str(caught.value)
+
+
+def test_tokenizer_settings_that_are_nested_too_deeply_are_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json.*expected a JSON object"):
+        read_tokenizer_settings(tmp_path)
 
 
 def test_a_tokenized_request_goes_to_the_verifier(chat_folder):
