@@ -50,6 +50,7 @@ from pipeline.messages import StageName
 from pipeline.run_directory import remove_run
 from pipeline.shm_memory import SharedMemoryExporter, SharedMemoryReader
 from pipeline.stage import Stage, StageContext
+from pipeline.standard_streams import open_missing_streams
 
 _WAIT_MS = 500
 _BURST = 64
@@ -294,6 +295,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one stage to its end; its exit status."""
+    open_missing_streams()
     # Should they reach a stage (it has a session of its own): what they mean is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

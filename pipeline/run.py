@@ -48,6 +48,7 @@ from pipeline.model_source import resolve_models
 from pipeline.prompts import PromptRow, built_in_rows, read_prompts_file, rows_of_prompt
 from pipeline.report import BusyTime, closing_table
 from pipeline.request_queue import RequestQueue
+from pipeline.standard_streams import open_missing_streams
 from pipeline.tokenizer_settings import read_tokenizer_settings
 from pipeline.usage import usage
 
@@ -84,6 +85,7 @@ OpenEngine = Callable[[RunConfig], AbstractContextManager[RunningEngine]]
 
 def main(argv: Sequence[str], *, open_engine: OpenEngine = Engine) -> int:
     """Run the command line with the arguments after the program's name. Returns the exit status."""
+    open_missing_streams()
     configure_logging("run")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a character shows a question mark, and the run goes on.

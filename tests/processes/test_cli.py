@@ -323,6 +323,21 @@ def test_a_full_disk_is_said_in_one_line(base_model):
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_with_closed_standard_streams_goes_on_without_them(tmp_path, base_model, closed):
+    output = tmp_path / "out.jsonl"
+    command = f'exec "$0" "$@" {closed}'
+    argv = ["-m", "tests.fake_engine", f"model.path={base_model}", "prompt=say x", f"output={output}"]
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if ">&-" in closed.split() else "x\n")
+    assert ("engine stopped" in done.stderr) == ("2>&-" not in closed)
+    assert "Traceback" not in done.stderr
+    assert [row["text"] for row in answers_in(output)] == ["x"]
+
+
 def test_the_frontend_imports_no_torch_and_no_tokenizer():
     code = (
         "import sys, pipeline.run; "

@@ -161,6 +161,25 @@ def test_a_stage_without_a_supervisor_ends_even_if_it_cannot_clean_up():
             orphan.kill()
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_stages_run_whatever_standard_streams_the_frontend_lacks(tmp_path, closed):
+    program = """
+import sys
+from pipeline.standard_streams import open_missing_streams
+open_missing_streams()
+from tests.processes.runtime import TOKENIZER, collect, supervise
+from tests.processes.toy_stages import Item
+with supervise({TOKENIZER: "Echo"}) as engine:
+    engine.send(TOKENIZER, Item(number=7))
+    open(sys.argv[1], "w").write(str(collect(engine, 1)[0].number))
+"""
+    told = tmp_path / "told"
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", program, str(told)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert told.read_text() == "7"
+
+
 def test_nothing_is_left_in_shared_memory_when_everything_is_killed_at_once():
     frontend, pids = start_frontend("Echo")
     with frontend:
