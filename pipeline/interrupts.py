@@ -2,10 +2,13 @@
 
 Outside `deferred` the first signal raises `KeyboardInterrupt` at once, as Python does: while models are being
 loaded there is nothing to bring to an end.
+
+Imports nothing that takes time, so that a program can call `exit_on_ctrl_c` before its other imports.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,16 @@ from types import FrameType, TracebackType
 from typing import Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def exit_on_ctrl_c() -> None:
+    """Outside of `Interrupts`, end the process at Ctrl-C without a word (Python would show a traceback)."""
+    signal.signal(signal.SIGINT, _exit)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    # Not SystemExit: native code that calls back into Python, as some imports do, cannot pass it on.
+    os._exit(128 + number)
 
 
 class Interrupts:

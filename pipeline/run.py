@@ -25,6 +25,11 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.interrupts import Interrupts, exit_on_ctrl_c
+
+if __name__ == "__main__":
+    exit_on_ctrl_c()  # the imports below take a moment
+
 from conf.check import check
 from conf.compose import compose
 from conf.schema import RunConfig
@@ -33,7 +38,6 @@ from pipeline.answers import AnswerWriter, check_output, check_output_is_no_mode
 from pipeline.arguments import Arguments, split_arguments
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError, EngineError, RequestError
-from pipeline.interrupts import Interrupts
 from pipeline.log import configure_logging
 from pipeline.messages import (
     ChatTurn,

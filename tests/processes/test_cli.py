@@ -278,6 +278,23 @@ def test_one_signal_cancels_keeps_what_was_answered_and_stops(tmp_path, base_mod
     assert [row["finish_reason"] for row in answers_in(output)] == ["length", "cancelled"]
 
 
+def test_ctrl_c_while_the_program_is_still_being_imported_ends_it_quietly(tmp_path, monkeypatch):
+    slow = "import signal\nprint('importing', flush=True)\nwhile True:\n    signal.pause()\n"
+    (tmp_path / "hydra.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pipeline.run"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(process.stdout, "importing")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (130, "")
+
+
 def test_an_engine_that_does_not_cancel_is_stopped_all_the_same(base_model):
     process = start(f"model.path={base_model}", "prompt=deaf")
     wait_for(process.stdout, "partial")
