@@ -103,6 +103,7 @@ class StageRunner:
             self._control.send(Hello(pid=os.getpid()))
             stage, inbox = self._set_up()
             self._connect(stage)
+            signal.signal(signal.SIGTERM, _terminate)
             self._loop(stage, inbox)
             status = 0
         except _StopRequested:
@@ -268,7 +269,17 @@ def _watch_supervisor(supervisor_pid: int, run_directory: Path) -> None:
 
 
 def _terminate(signal_number: int, frame: FrameType | None) -> NoReturn:
+    """Close the running stage and end."""
     raise SystemExit(_EXIT_TERMINATED)
+
+
+def _terminate_at_once(signal_number: int, frame: FrameType | None) -> NoReturn:
+    """End while the stage is being built, and leave the cleaning to the supervisor.
+
+    Not by an exception: this may come inside a callback of native code (torch's import has some), which
+    swallows it or aborts.
+    """
+    os._exit(_EXIT_TERMINATED)
 
 
 def _take_place(name: str, cores: Sequence[int]) -> None:
@@ -299,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     # Should they reach a stage (it has a session of its own): what they mean is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _terminate_at_once)
     faulthandler.enable()
     options = _parse(arguments)
     configure_logging(options.stage)

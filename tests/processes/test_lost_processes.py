@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -116,6 +117,22 @@ def test_a_stage_that_is_terminated_from_outside_is_named():
         os.kill(engine.pids[TOKENIZER], signal.SIGTERM)
         with pytest.raises(EngineDead, match=r"tokenizer .* was ended by SIGTERM"):
             engine.poll(10)
+
+
+def test_a_stage_that_loads_inside_foreign_code_ends_when_it_is_terminated(capfd):
+    engine = supervise({TOKENIZER: "LoadsInCallback"}, load_timeout_s=5.0)
+
+    def terminate_while_loading() -> None:
+        wait_until(lambda: any("tokenizer-0" in path for path in traces()))
+        os.kill(engine.pids[TOKENIZER], signal.SIGTERM)
+
+    terminating = threading.Thread(target=terminate_while_loading)
+    terminating.start()
+    with pytest.raises(EngineDead, match=r"tokenizer .* was ended by SIGTERM"):
+        engine.start()
+    terminating.join()
+    assert capfd.readouterr().err == ""
+    assert not traces()
 
 
 def start_frontend(kind: str) -> tuple[subprocess.Popen[str], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -153,6 +154,15 @@ class NeverReady(Relay):
         self.pools.export(PoolSpec(name="never", num_slots=1, shape=(1,), dtype="int8"))
         while True:
             time.sleep(1000)
+
+
+class LoadsInCallback(NeverReady):
+    """Exports a pool and loads forever inside a callback of foreign code, which drops exceptions."""
+
+    def setup(self) -> None:
+        call = ctypes.CFUNCTYPE(None)(super().setup)
+        while True:
+            call()
 
 
 class DiesInSetup(TensorWriter):
