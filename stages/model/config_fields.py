@@ -27,7 +27,7 @@ class ConfigFields:
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
         """A whole number from `least` to `most`. Raises `ConfigError`, also when absent without default."""
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if value is None:
             value = default
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -38,7 +38,7 @@ class ConfigFields:
 
     def number(self, key: str, default: float | None = None, *, may_be_zero: bool = False) -> float:
         """A positive finite number. Raises `ConfigError`, also when absent without default."""
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if value is None:
             value = default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

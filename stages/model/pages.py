@@ -18,6 +18,9 @@ from kernels.kv_write import move_kv
 from pipeline.errors import ConfigError, RequestError
 from stages.model.shape import ModelShape
 
+_LONG_PAGE = 1024
+"""Slots; beyond it a request's last page can waste more than most requests fill."""
+
 
 class KVHandle:
     """The pages of one request. Made by `KVCache.allocate`; of no use after `KVCache.free`."""
@@ -48,7 +51,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """num_slots: physical slots, rounded up to whole pages. The memory is committed on first use."""
+        """num_slots: physical slots, rounded up to whole pages. The memory is committed on first use.
+
+        Raises `ConfigError` if the memory cannot be had.
+        """
         if num_slots < 1 or page_size < 1:
             raise ConfigError(
                 f"a KV cache of {num_slots} slots in pages of {page_size}: expected at least 1 of each; "
@@ -57,8 +63,7 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = -(-num_slots // page_size)
         size = (shape.num_layers, 2, shape.num_kv_heads, self.num_pages * page_size, shape.head_dim)
-        _check_memory(size, dtype, torch.device(device))
-        self.storage = _lazy_zeros(size, dtype, torch.device(device))
+        self.storage = _allocate(size, page_size=page_size, dtype=dtype, device=torch.device(device))
         """[layers, 2, kv_heads, slots, head_dim]: a head's slots lie together, as attention reads them."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
         """Keys and values of each layer, [kv_heads, slots, head_dim]: views, made once."""
@@ -153,18 +158,24 @@ class KVCache:
         return free[:num_pages]
 
 
-def _check_memory(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` if a CPU cache could never fit, even though its memory is committed lazily."""
-    if device.type != "cpu":
-        return
+def _allocate(size: tuple[int, ...], *, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, or `ConfigError` if they cannot be had; a CPU cache that could never fit is refused at once."""
     num_bytes = math.prod(size) * dtype.itemsize
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > memory_bytes:
-        raise ConfigError(
-            f"the KV cache needs {num_bytes / 2**30:.1f} GiB ({size[3]} slots of "
-            f"{num_bytes // size[3] / 1024:.1f} KiB), the machine has {memory_bytes / 2**30:.1f} GiB; "
-            "lower max_requests or model.max_context"
-        )
+    # A request takes whole pages: long ones are mostly empty, and fewer requests would not help.
+    is_page_long = page_size > _LONG_PAGE
+    needs = (
+        f"the KV cache needs {num_bytes / 2**30:.1f} GiB ({size[3]} slots of "
+        f"{num_bytes // size[3] / 1024:.1f} KiB, in pages of {page_size} slots)"
+    )
+    advice = f"lower {'placement.page_size, ' if is_page_long else ''}max_requests or model.max_context"
+    if device.type == "cpu":
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if num_bytes > memory_bytes:
+            raise ConfigError(f"{needs}, the machine has {memory_bytes / 2**30:.1f} GiB; {advice}")
+    try:
+        return _lazy_zeros(size, dtype, device)
+    except (MemoryError, OSError) as error:  # a limit of this process, or no overcommitment
+        raise ConfigError(f"{needs}, which this process cannot have: {error}; {advice}") from None
 
 
 def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -135,3 +135,22 @@ def test_a_cache_beyond_the_machines_memory_is_refused_with_numbers() -> None:
         ConfigError, match=r"the KV cache needs .* GiB .*the machine has .*lower max_requests"
     ):
         KVCache(shape=tiny_shape(), num_slots=1 << 40, page_size=16, dtype=torch.float32)
+
+
+def test_long_pages_are_named_where_rounding_up_to_them_is_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"pages of 1000000000 slots.*lower placement\.page_size"):
+        make_cache(num_slots=1_000_000_000_000, page_size=1_000_000_000)
+    with pytest.raises(ConfigError, match=r"machine has [0-9.]+ GiB; lower max_requests"):
+        make_cache(num_slots=1_000_000_000_000, page_size=16)
+
+
+def test_a_cache_beyond_this_processs_own_limit_is_refused_with_numbers() -> None:
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), limits[1]))
+    try:
+        # 1 GiB, which the machine has and the process may not take.
+        with pytest.raises(ConfigError, match=r"the KV cache needs 1\.0 GiB .*lower max_requests"):
+            make_cache(num_slots=1 << 20, dtype=torch.float64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
