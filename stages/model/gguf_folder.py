@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.model.config_fields import ConfigFields
 from stages.model.gguf_tokenizer import write_tokenizer
 from stages.model.shape import parse_shape
 
@@ -41,6 +42,12 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_CLASS_BY_FAMILY = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -69,6 +76,12 @@ class GgufFile:
             raise ConfigError(f"{self.path} lacks the metadata {self.architecture}.{key}; fetch it again")
         return value
 
+    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """The same, for a whole number. Raises `ConfigError` for anything else."""
+        self.of_model(key, default)
+        fields = ConfigFields(self.fields, where=str(self.path))
+        return fields.whole(f"{self.architecture}.{key}", default, least=least)
+
 
 def convert_gguf(path: Path, folder: Path) -> None:
     """Write the model in `path` to the empty `folder`. Raises `ConfigError`."""
@@ -78,7 +91,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     parse_shape(config, generation, origin=str(path))
     state = dict(_dequantised(file))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(file.path, file.fields, folder)
+    _write_tokenizer(file, folder)
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -100,20 +113,29 @@ def _open(path: Path) -> GgufFile:
     return file
 
 
+def _write_tokenizer(file: GgufFile, folder: Path) -> None:
+    try:
+        write_tokenizer(file.path, file.fields, folder)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file.path}: its tokenizer cannot be read ({error!r}), expected tokens, merges and token "
+            "types; use the model's safetensors folder instead"
+        ) from error
+
+
 def _config(file: GgufFile) -> dict[str, Any]:
-    num_heads = file.of_model("attention.head_count")
-    hidden_size = file.of_model("embedding_length")
-    head_dim = file.of_model("attention.key_length", 0) or file.of_model("rope.dimension_count", 0)
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError(f"{file.path} holds no token_embd.weight, expected a whole model; fetch it again")
+    num_heads = file.whole("attention.head_count")
+    hidden_size = file.whole("embedding_length")
+    head_dim = file.whole("attention.key_length", 0, least=0) or file.whole(
+        "rope.dimension_count", 0, least=0
+    )
     eos = file.fields.get("tokenizer.ggml.eos_token_id")
     end_of_turn = file.fields.get("tokenizer.ggml.eot_token_id")
     ends = [token for token in dict.fromkeys((eos, end_of_turn)) if token is not None]
     return {
-        "architectures": [
-            {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[
-                file.architecture
-            ]
-        ],
-        "model_type": file.architecture,
+        **_family(file),
         "dtype": "bfloat16",
         "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden_size,
@@ -132,8 +154,22 @@ def _config(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _family(file: GgufFile) -> dict[str, Any]:
+    """Which family's config.json says what the file says, its sliding window included."""
+    window = file.whole("attention.sliding_window", 0, least=0)
+    is_windowed = 0 < window < file.whole("context_length")
+    model_type, changes = file.architecture, {}
+    if is_windowed and model_type == "llama":
+        model_type, changes = "mistral", {"sliding_window": window}  # a llama with a window
+    elif is_windowed:
+        # The file does not say which layers have the window; a context within it is right for any.
+        changes = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    return {"architectures": [_CLASS_BY_FAMILY[model_type]], "model_type": model_type, **changes}
+
+
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    theta = float(file.of_model("rope.freq_base", 10000.0))
+    key = f"{file.architecture}.rope.freq_base"
+    theta = ConfigFields(file.fields, where=str(file.path)).number(key, 10000.0)
     scaling = file.of_model("rope.scaling.type", "none")
     if _ROPE_FACTORS in file.tensors:
         return {"rope_theta": theta, **_llama3_rope(file, theta, head_dim)}
@@ -170,8 +206,8 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _dequantised(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
-    num_heads = file.of_model("attention.head_count")
-    num_kv_heads = file.of_model("attention.head_count_kv", num_heads)
+    num_heads = file.whole("attention.head_count")
+    num_kv_heads = file.whole("attention.head_count_kv", num_heads)
     for gguf_name, tensor in file.tensors.items():
         if gguf_name == _ROPE_FACTORS:
             continue

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, shown, shown_path
 from stages.model.cache_folder import build_once
 from stages.model.draft_card import is_draft_folder
 
-_CONVERTER_VERSION = 1
-"""Part of every cache key: raise it when a conversion changes."""
+_CONVERTER_VERSION = 2
+"""Part of the cache key of every conversion: raise it when one changes."""
+_DEMO_VERSION = 1
+"""The same, for the demo model."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_DUPLICATES = ["consolidated*.safetensors", "original/*"]
 """The same weights in another layout."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_TOKENIZER_SOURCES = ["*.model", "*.tiktoken", "vocab.*", "merges.txt"]
+"""What transformers makes a tokenizer of."""
 
 
 def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
@@ -40,11 +45,13 @@ def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
         is_file, is_folder = local.is_file(), local.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL byte
         raise ConfigError(
-            f"model.path={path} is no path that this system takes: {error}; correct it"
+            f"model.path={shown_path(path)} is no path that this system takes: {error}; correct it"
         ) from None
+    if not is_file and not is_folder:
+        _refuse_dangling(path, local)
     if is_file:
         if local.suffix != ".gguf":
-            raise ConfigError(f"model.path={path} is a file, expected a folder or a .gguf file")
+            raise ConfigError(f"model.path={shown_path(path)} is a file, expected a folder or a .gguf file")
         return _gguf_folder(local)
     if is_folder:
         folder = local.resolve()
@@ -52,12 +59,23 @@ def resolve(path: str | Path | None, *, needs_tokenizer: bool = True) -> Path:
         folder = _download(str(path))
     else:
         raise ConfigError(
-            f"model.path={path} does not exist; "
+            f"model.path={shown_path(path)} does not exist; "
             "expected a folder, a .gguf file or a Hugging Face id (owner/name)"
         )
     if needs_tokenizer and not (folder / "tokenizer.json").is_file() and not is_draft_folder(folder):
         return _with_tokenizer(folder)
     return folder
+
+
+def _refuse_dangling(path: str | Path, local: Path) -> None:
+    """A link that leads nowhere was meant as a path: it must not be fetched as a hub id of that name."""
+    for part in (local, *local.parents):
+        if part.is_symlink() and not part.exists():
+            goal = shown_path(os.readlink(part))
+            raise ConfigError(
+                f"model.path={shown_path(path)}: {shown_path(part)} is a link to {goal}, "
+                "which does not exist; correct the link"
+            )
 
 
 def _report(line: str) -> None:
@@ -71,7 +89,7 @@ def _demo_folder() -> Path:
 
         build_demo(folder, _report)
 
-    return build_once(f"demo-SmolLM2-135M-Instruct-v{_CONVERTER_VERSION}", build)
+    return build_once(f"demo-SmolLM2-135M-Instruct-v{_DEMO_VERSION}", build)
 
 
 def _gguf_folder(path: Path) -> Path:
@@ -106,7 +124,12 @@ def _download(hub_id: str) -> Path:
         raise ConfigError(f"model.path={hub_id} is not a Hugging Face id: {error}") from error
     try:
         return Path(fetch(hub_id, **files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ConfigError(
+            f"model.path={hub_id} is no local folder, and Hugging Face cannot be reached: expected a network "
+            "or a local folder"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"model.path={hub_id} is no local folder and could not be fetched from Hugging Face: {reason}; "
@@ -135,6 +158,10 @@ def _with_tokenizer(folder: Path) -> Path:
     """A cached folder of links to the model's files, with the tokenizer converted to tokenizer.json."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; expected a model folder")
+    if not any(file for pattern in _TOKENIZER_SOURCES for file in folder.glob(pattern)):
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and no tokenizer to make it of; add tokenizer.json"
+        )
 
     def build(target: Path) -> None:
         from transformers import AutoTokenizer
@@ -143,7 +170,7 @@ def _with_tokenizer(folder: Path) -> Path:
         try:
             AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(target)
         except Exception as error:  # transformers raises whatever its converters do
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = shown(" ".join(str(error).split()) or type(error).__name__, most=200)
             raise ConfigError(
                 f"{folder} has no tokenizer.json and its tokenizer cannot be converted: {reason}; "
                 "add tokenizer.json"

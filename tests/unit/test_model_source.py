@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -54,6 +55,8 @@ def write_gguf(path: Path, model: Any, **changes: Any) -> None:
     writer.add_token_types([3 if t == "<|end|>" else 4 if t == "<tool>" else 1 for t in TOKENS])
     writer.add_token_merges(["a b", "Ġ Ġ"])
     writer.add_eos_token_id(0)
+    if "sliding_window" in changes:
+        writer.add_sliding_window(changes.pop("sliding_window"))
     writer.add_chat_template("{{ messages[0]['content'] }}")
     if "rope_freqs" in changes:
         writer.add_tensor("rope_freqs.weight", changes.pop("rope_freqs"))
@@ -152,6 +155,31 @@ def test_the_llama3_position_scaling_inside_a_gguf_file_is_kept(tmp_path: Path) 
         resolve(other)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(("window", "longest"), [(24, 24), (0, 64), (100, 64)])
+def test_a_window_inside_a_gguf_file_cuts_the_context(
+    tmp_path: Path, architecture: str, window: int, longest: int
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny_llama(), architecture=architecture, sliding_window=window)
+    shape = read_shape(resolve(path))
+    assert shape.max_position == longest
+    assert shape.sliding_window == (window if window == 24 else None)
+
+
+def test_a_gguf_file_with_a_setting_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gguf.GGUFWriter,
+            "add_head_count",
+            lambda writer, _: writer.add_string("llama.attention.head_count", "x"),
+        )
+        write_gguf(path, tiny_llama())
+    with pytest.raises(ConfigError, match=r"llama\.attention\.head_count='x', expected a whole number"):
+        resolve(path)
+
+
 def test_the_tokenizer_inside_a_gguf_file_splits_digits_as_its_name_says(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_llama())
@@ -178,7 +206,7 @@ def test_a_gguf_file_that_would_be_read_wrongly_is_refused_and_leaves_nothing(
     write_gguf(path, tiny_llama(), **changes)
     with pytest.raises(ConfigError, match=reason):
         resolve(path)
-    assert [entry for entry in cache.iterdir() if entry.suffix != ".lock"] == []
+    assert list(cache.iterdir()) == []
 
 
 def test_paths_that_name_nothing_are_refused(tmp_path: Path) -> None:
@@ -189,10 +217,47 @@ def test_paths_that_name_nothing_are_refused(tmp_path: Path) -> None:
         (tmp_path / "broken.gguf", "cannot be read as GGUF"),
         (tmp_path / "absent" / "deep", "does not exist; expected"),
         ("absent.gguf", "does not exist; expected"),
-        ("no-such-owner/no-such-model", "could not be fetched from Hugging Face"),
+        (
+            "no-such-owner/no-such-model",
+            "is no local folder, and Hugging Face cannot be reached: expected a network",
+        ),
     ):
         with pytest.raises(ConfigError, match=reason):
             resolve(path)
+
+
+@pytest.mark.parametrize("name", ["owner/name", "owner/name/deep"])
+def test_a_link_to_nothing_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"owner/name is a link to nowhere, which does not exist"):
+        resolve(name)
+
+
+def test_being_offline_is_said_in_our_own_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("no-such-owner/no-such-model")
+    assert "HF_HUB_OFFLINE" not in str(caught.value)
+    assert str(caught.value).count(".") == 1, "one sentence, besides the dot of model.path"
+
+
+def test_a_folder_without_any_tokenizer_is_refused_without_asking_a_library(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pipeline.errors import ConfigError\nfrom stages.model.source import resolve\n"
+        "try:\n    resolve(sys.argv[1])\nexcept ConfigError as error:\n    print(error)\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().endswith(
+        "has no tokenizer.json, and no tokenizer to make it of; add tokenizer.json"
+    )
 
 
 def test_a_folder_without_tokenizer_is_refused_only_where_one_is_needed(tmp_path: Path) -> None:
@@ -217,7 +282,31 @@ def test_a_cached_folder_is_built_once_by_many_and_never_seen_half_done(cache: P
     for thread in threads:
         thread.join()
     assert len(builds) == 1
+    assert [entry.name for entry in cache.iterdir()] == ["thing"]
     assert sorted(file.name for file in (cache / "thing").iterdir()) == ["first", "second"]
+
+
+def test_a_failed_build_leaves_nothing_and_lets_the_next_one_try(cache: Path) -> None:
+    """8 at once, of which all but the last fail: each waits for the one before, on a lock that goes away."""
+    attempts: list[Path] = []
+
+    def build(folder: Path) -> None:
+        attempts.append(folder)
+        assert len(list(cache.glob("*.partial"))) == 1, "two builds at once"
+        if len(attempts) < 8:
+            raise ConfigError("not this time")
+
+    def run() -> None:
+        with contextlib.suppress(ConfigError):
+            build_once("thing", build)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(attempts) == 8
+    assert [entry.name for entry in cache.iterdir()] == ["thing"]
 
 
 def test_resolving_a_ready_folder_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
