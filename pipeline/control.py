@@ -75,7 +75,9 @@ class StageFailed(ControlMessage, frozen=True, kw_only=True):
     is_user_error: bool
     """A `ConfigError`: `reason` is for the user as it is."""
     reason: str
-    """The error's message, or its traceback."""
+    """The error's message; with its type in front, and in one line, unless it is a user error."""
+    traceback: str = ""
+    """Of a user error none."""
 
 
 # --- from the supervisor to a stage -------------------------------------------------------------------

@@ -110,8 +110,8 @@ class StageRunner:
             status = 0
         except ConfigError as error:
             self._control.send(StageFailed(is_user_error=True, reason=str(error)))
-        except Exception:
-            self._control.send(StageFailed(is_user_error=False, reason=traceback.format_exc()))
+        except Exception as error:
+            self._control.send(_failure(error))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._close()
@@ -244,6 +244,12 @@ class StageRunner:
             if end is not None:
                 end.close()
         self._context.term()
+
+
+def _failure(error: Exception) -> StageFailed:
+    """What to tell of an error that is not the user's."""
+    reason = " ".join("".join(traceback.format_exception_only(error)).split())
+    return StageFailed(is_user_error=False, reason=reason, traceback=traceback.format_exc())
 
 
 def _import_factory(factory: str) -> Callable[[StageContext], Stage]:

@@ -368,14 +368,16 @@ class Supervisor:
 
 
 def _describe_loss(children: Iterable[StageChild]) -> str:
-    """Which stages ended and how; those that a signal ended first, as the others may have followed them."""
+    """Which stages failed or ended, and how; those that a signal ended first: they cause, never follow."""
     lost = sorted(
         (child for child in children if child.has_ended or child.failure),
-        key=lambda child: not child.was_killed(),
+        key=lambda child: (not child.was_killed(), child.failure is None),
     )
     lines = []
     for child in lost:
-        lines.append(f"{child.spec.name.value} (pid {child.pid}) {child.describe_end()}")
-        if child.failure is not None:
-            lines.append(child.failure.reason.rstrip())
+        who = f"{child.spec.name.value} (pid {child.pid})"
+        if child.failure is None:
+            lines.append(f"{who} {child.describe_end()}")
+        else:
+            lines += [f"{who} failed with {child.failure.reason}", child.failure.traceback.rstrip()]
     return "stage lost: " + "\n".join(lines)
