@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from conf.schema import DraftKind, RunConfig
-from pipeline.errors import ConfigError, EngineDead
+from pipeline.errors import ConfigError, EngineDead, shown_path
 
 _RESOLVER = "stages.model.source:resolve"
 """A function from a model's name, None for the demo, to its folder. Its progress goes to stderr."""
@@ -35,8 +35,10 @@ def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig
         try:
             draft.path = _resolve(draft.path, resolver)
         except ConfigError as error:
-            # The resolver knows one key, the target's.
-            raise ConfigError(str(error).replace("model.path=", "speculation.draft.path=", 1)) from None
+            # The resolver knows one key, the target's, and does not always name it.
+            reason = str(error).removeprefix(f"model.path={shown_path(draft.path)}")
+            separator = "" if reason != str(error) else ": "
+            raise ConfigError(f"speculation.draft.path={shown_path(draft.path)}{separator}{reason}") from None
     return resolved
 
 
@@ -53,7 +55,9 @@ def _resolve(path: str | None, resolver: str) -> str:
     if "error" in answer:
         raise ConfigError(answer["error"])
     if "folder" not in answer:
-        raise EngineDead(f"finding the model {path or 'demo'} ended with status {done.returncode}, see above")
+        raise EngineDead(
+            f"finding the model {shown_path(path or 'demo')} ended with status {done.returncode}, see above"
+        )
     return answer["folder"]
 
 

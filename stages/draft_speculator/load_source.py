@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,23 +38,39 @@ def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
         path = Path(draft.path)
         if is_draft_folder(path):
             return _distilled_source(config, target_path, path, max_nodes=max_nodes)
-        check_same_vocabulary(target_path, path)
+        with _naming_the_draft():
+            check_same_vocabulary(target_path, path)
     target_shape = read_shape(target_path)
     if draft.layers is not None and draft.layers > target_shape.num_layers:
         raise ConfigError(
             f"speculation.draft.layers={draft.layers}: the target has {target_shape.num_layers} layers; "
             "choose fewer"
         )
-    model = load_model(path, dtype=getattr(torch, config.model.dtype.value), num_layers=draft.layers)
+    dtype = getattr(torch, config.model.dtype.value)
+    if draft.kind is DraftKind.model:
+        with _naming_the_draft():
+            model = load_model(path, dtype=dtype)
+    else:
+        model = load_model(path, dtype=dtype, num_layers=draft.layers)
     runner = _make_runner(config, model, target_shape, max_nodes=max_nodes)
     return ModelDraft(runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size))
 
 
 def _distilled_source(config: RunConfig, target_path: Path, path: Path, *, max_nodes: int) -> DraftSource:
     """A draft made by `tools.distill`: the target's embedding, and a head over a part of its ids."""
-    loaded = load_draft_folder(path, target_path, dtype=getattr(torch, config.model.dtype.value))
+    with _naming_the_draft():
+        loaded = load_draft_folder(path, target_path, dtype=getattr(torch, config.model.dtype.value))
     runner = _make_runner(config, loaded.model, read_shape(target_path), max_nodes=max_nodes)
     return ModelDraft(runner, vocab_size=loaded.model.shape.vocab_size, head_token_ids=loaded.head_token_ids)
+
+
+@contextmanager
+def _naming_the_draft() -> Iterator[None]:
+    """Put the draft's key before an error of the loaders, which know folders and no keys."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft.path: {error}") from error
 
 
 def _make_runner(

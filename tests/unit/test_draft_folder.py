@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from conf.schema import DraftKind, DType
 from pipeline.errors import ConfigError
 from pipeline.messages import BeginDraft, Sampling
+from pipeline.model_source import resolve_models
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.load_source import load_source
@@ -218,6 +220,48 @@ def test_the_engine_loads_the_folder_as_a_draft_model(tmp_path: Path, target_fol
     pipeline = TinyPipeline(config, target, source)
     expected = PlainDecoder(target).generate(PROMPT, sampling(0.0))
     assert pipeline.generate(PROMPT, sampling(0.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers='two'"),
+        ({"num_hidden_layers": 3}, "draft lacks tensors"),
+        ({"draft": {"version": 9}}, "expected an object `draft`"),
+    ],
+)
+def test_a_draft_that_does_not_load_is_named_by_its_own_key(
+    tmp_path: Path, target_folder: Path, values: dict[str, object], reason: str
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(target_folder, draft)
+    change_config(draft, **values)
+    config = make_config()
+    config.model.path = str(target_folder)
+    config.speculation.draft.kind = DraftKind.model
+    config.speculation.draft.path = str(draft)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_source(config, max_nodes=8)
+    assert str(caught.value).startswith("speculation.draft.path: ")
+
+
+def test_a_draft_that_is_not_found_is_named_by_its_own_key(tmp_path: Path, target_folder: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "empty").mkdir()
+    config = make_config()
+    config.model.path = str(target_folder)
+    config.speculation.draft.kind = DraftKind.model
+    for name, reason in (
+        ("broken.gguf", "cannot be read as GGUF"),
+        ("empty", "has no config.json"),
+        ("no", "exist"),
+    ):
+        config.speculation.draft.path = str(tmp_path / name)
+        with pytest.raises(ConfigError, match=reason) as caught:
+            resolve_models(config)
+        assert str(caught.value).startswith("speculation.draft.path=")
+        assert "model.path=" not in str(caught.value)
 
 
 def change_config(folder: Path, **values: object) -> None:
