@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from pipeline.errors import OutputError
 from pipeline.messages import RequestFinished, TextBlock
 from pipeline.request_queue import Request
 
@@ -56,5 +57,15 @@ class AnswerPrinter:
             self._write(f"--- {request.request_id}: {first_line}\n")
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        write_text(self._stream, text)
+
+
+def write_text(stream: TextIO, text: str) -> None:
+    """Write to stdout, at once. Raises `OutputError`; a reader that left is `BrokenPipeError` as ever."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"the answers cannot be written to stdout: {error.strerror}") from error

@@ -16,7 +16,7 @@ from typing import Any, Self, TextIO
 import msgspec
 
 from conf.schema import RunConfig
-from pipeline.errors import ConfigError, shown_path
+from pipeline.errors import ConfigError, OutputError, shown_path
 from pipeline.messages import RequestFinished
 from pipeline.request_queue import Request
 
@@ -71,6 +71,7 @@ class AnswerWriter:
 
     def __init__(self, path: Path) -> None:
         """Open `path` for writing. Raises `ConfigError` if that fails."""
+        self._path = path
         try:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -87,7 +88,11 @@ class AnswerWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            if exc is None:  # else this is the same trouble once more
+                raise self._error(error) from error
 
     def write_answer(self, request: Request, finished: RequestFinished, token_ids: Sequence[int]) -> None:
         """Write one answered (or cancelled) request."""
@@ -123,5 +128,15 @@ class AnswerWriter:
         )
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"the answers cannot be written to output={shown_path(self._path)}: {error.strerror}"
+        )

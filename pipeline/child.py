@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.control import Connected, Hello, Ready, StageFailed, StageStats
+from pipeline.errors import EngineDead
 from pipeline.shm_memory import PoolExport
 from pipeline.topology import StageSpec
 
@@ -29,7 +30,7 @@ class StageChild:
     """
 
     def __init__(self, spec: StageSpec, control_address: str, run_directory: Path, lifeline: int) -> None:
-        """Start the process.
+        """Start the process. Raises `EngineDead` when the system refuses.
 
         lifeline: a descriptor whose other end closes when the supervisor ends; the child's stdin.
         """
@@ -47,12 +48,15 @@ class StageChild:
             command += ["--io-cores", *map(str, spec.io_cores)]
         if spec.busy_poll_us:
             command += ["--busy-poll-us", str(spec.busy_poll_us)]
-        with _interrupts_blocked():
-            # stdout belongs to the answers, so a stage's goes to stderr (2). A session of its own: what is
-            # sent to our process group (by timeout, a closing terminal) is for the supervisor to act on.
-            self._process = subprocess.Popen(
-                command, stdin=lifeline, stdout=2, env=_environment(spec.threads), start_new_session=True
-            )
+        try:
+            with _interrupts_blocked():
+                # stdout belongs to the answers, so a stage's goes to stderr (2). A session of its own: what
+                # is sent to our process group (by timeout, a closing terminal) is for the supervisor to judge.
+                self._process = subprocess.Popen(
+                    command, stdin=lifeline, stdout=2, env=_environment(spec.threads), start_new_session=True
+                )
+        except OSError as error:
+            raise EngineDead(f"{spec.name.value} cannot be started: {error}") from error
         self.pid = self._process.pid
 
     @property

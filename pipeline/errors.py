@@ -1,4 +1,4 @@
-"""The four error classes, told apart by consequence: who has to act, and what still runs afterwards.
+"""The error classes, told apart by consequence: who has to act, and what still runs afterwards.
 
 Every message says what was expected, what came, and what to change. `ConfigError` and the common base are
 defined in `conf.errors`, below this package; import them from here.
@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "EngineDead",
     "EngineError",
+    "OutputError",
     "ProtocolError",
     "RequestError",
     "StaleTensor",
@@ -30,6 +31,10 @@ class ProtocolError(EngineError):
 
 class StaleTensor(ProtocolError):
     """A `TensorRef` names a slot that its owner has written again since."""
+
+
+class OutputError(EngineError):
+    """An answer cannot be written, to a full disk for example. The run ends, as nobody would see the rest."""
 
 
 class EngineDead(EngineError):

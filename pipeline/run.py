@@ -33,12 +33,12 @@ if __name__ == "__main__":
 from conf.check import check
 from conf.compose import compose
 from conf.schema import RunConfig
-from pipeline.answer_printer import AnswerPrinter
+from pipeline.answer_printer import AnswerPrinter, write_text
 from pipeline.answers import AnswerWriter, check_output, check_output_is_no_model
 from pipeline.arguments import Arguments, split_arguments
 from pipeline.engine import Engine
-from pipeline.errors import ConfigError, EngineError, RequestError
-from pipeline.log import configure_logging
+from pipeline.errors import ConfigError, EngineError, OutputError, RequestError
+from pipeline.log import configure_logging, get_logger
 from pipeline.messages import (
     ChatTurn,
     FrontendMessage,
@@ -64,6 +64,8 @@ _EXIT_BAD_INPUT = 2
 _EXIT_ENGINE_DEAD = 1
 _EXIT_BROKEN_PIPE = 141
 """What a shell shows for a process that wrote into a closed pipe."""
+
+_log = get_logger(__name__)
 
 
 class RunningEngine(Protocol):
@@ -103,29 +105,33 @@ def main(argv: Sequence[str], *, open_engine: OpenEngine = Engine) -> int:
 
 
 def _run_and_explain(argv: Sequence[str], interrupts: Interrupts, open_engine: OpenEngine) -> int:
-    """Run, and say of every expected error what it means; the exit status."""
+    """Run, and say of every error that is not a bug what it means; the exit status."""
     try:
         arguments = split_arguments(argv)
         if arguments.wants_help:
-            print(usage(), flush=True)
+            write_text(sys.stdout, usage() + "\n")
             return 0
+        _check_current_folder()
         return _run(arguments, interrupts, open_engine)
     except ConfigError as error:
         _say(f"error: {' '.join(str(error).split())}")
         return _EXIT_BAD_INPUT
+    except BrokenPipeError:
+        _discard_stdout()
+        return _EXIT_BROKEN_PIPE
     except EngineError as error:
+        if isinstance(error, OutputError):
+            _discard_stdout()
         if interrupts.received is not None:
-            # Who shuts down a machine or a container ends our stages too, maybe before us.
+            # Who shuts down a machine or a container ends our stages too, maybe before us; and a terminal
+            # that is closed takes no more answers.
             _say(f"stopped: {error}")
             return interrupts.exit_status
         _say(f"error: {error}")
         return _EXIT_ENGINE_DEAD
-    except BrokenPipeError:
-        _discard_stdout()
-        return _EXIT_BROKEN_PIPE
     except OSError as error:
-        _say(f"error: the answers cannot be written: {error}")
-        _discard_stdout()
+        _log.debug("where it happened", exc_info=True)
+        _say(f"error: the system refused what the run needs: {error} (SSD_LOG=debug shows where)")
         return _EXIT_ENGINE_DEAD
 
 
@@ -264,6 +270,14 @@ class Run:
                 self._writer.write_failure(request, f"{failed.turn_name} failed: {reason}")
 
 
+def _check_current_folder() -> None:
+    """Raise `ConfigError` if it was deleted: Hydra and relative paths need one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; cd somewhere else") from None
+
+
 def _rows(arguments: Arguments) -> list[PromptRow]:
     if arguments.prompt is not None:
         return rows_of_prompt(arguments.prompt)
@@ -289,7 +303,8 @@ def _say(line: str) -> None:
 
 def _discard_stdout() -> None:
     """Keep the interpreter from failing once more when it flushes stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(io.UnsupportedOperation):  # no file, so nothing that could fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,8 @@ _LAST_WORDS_S = 0.1
 _READERS_STOP_S = 1.0
 _TERMINATE_AFTER_S = 2.0
 _KILL_AFTER_S = 3.0
+_MIN_OPEN_FILES = 64
+"""What a process of the run may need, at least; ZeroMQ ends or hangs a process that runs out."""
 
 _log = get_logger(__name__)
 _Step = TypeVar("_Step", Hello, Ready, Connected)
@@ -178,6 +181,7 @@ class Supervisor:
 
     def _open(self) -> tuple[dict[StageName, str], int]:
         """Make the run directory and the sockets, and spawn; the addresses and the epoch of this run."""
+        _check_open_files()
         directory = self._directory = RunDirectory(runtime_root())
         names = [StageName.FRONTEND, *(spec.name for spec in self._topology)]
         addresses = {name: directory.address(name.value) for name in names}
@@ -365,6 +369,15 @@ class Supervisor:
             self._directory.remove()
             self._directory = None
         self._children = {}
+
+
+def _check_open_files() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < _MIN_OPEN_FILES:
+        raise ConfigError(
+            f"a process may have {limit} open files, expected at least {_MIN_OPEN_FILES}; raise the limit "
+            "(ulimit -n 1024)"
+        )
 
 
 def _describe_loss(children: Iterable[StageChild]) -> str:

@@ -1,6 +1,9 @@
 """The command line from its arguments to its exit status, with an engine that has no stages."""
 
+import errno
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -336,7 +339,7 @@ def test_a_full_disk_is_said_in_one_line(base_model):
         process = start(f"model.path={base_model}", "prompt=say x", stdout=full)
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == 1
-    assert "error: the answers cannot be written" in stderr
+    assert "error: the answers cannot be written to stdout: No space left on device\n" in stderr
     assert "Traceback" not in stderr
 
 
@@ -353,6 +356,58 @@ def test_a_run_with_closed_standard_streams_goes_on_without_them(tmp_path, base_
     assert ("engine stopped" in done.stderr) == ("2>&-" not in closed)
     assert "Traceback" not in done.stderr
     assert [row["text"] for row in answers_in(output)] == ["x"]
+
+
+@pytest.mark.parametrize("argument", ["--help", "prompt=say x", "output=/dev/full"])
+def test_what_cannot_be_written_is_said_in_one_line(base_model, argument):
+    argv = [f"model.path={base_model}", argument]
+    with open("/dev/null" if argument.startswith("output") else "/dev/full", "w") as stdout:
+        process = start(*argv, stdout=stdout)
+    _, stderr = process.communicate(timeout=10)
+    (line,) = [line for line in stderr.splitlines() if "error" in line]
+    assert line.startswith("error: the answers cannot be written")
+    assert line.endswith("No space left on device")
+    assert process.returncode == 1
+
+
+def test_a_current_folder_that_was_deleted_is_named(tmp_path, base_model):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = 'rmdir "$PWD"; exec "$0" "$@"'
+    argv = ["-P", "-m", "tests.fake_engine", f"model.path={base_model}", "prompt=say x"]
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    expected = "error: the current folder does not exist any more; cd somewhere else\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+def test_another_error_of_the_system_is_not_called_unwritable_answers(run, monkeypatch):
+    def fail(config):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "some/file")
+
+    monkeypatch.setattr("pipeline.run.resolve_models", fail)
+    outcome = run("prompt=say x")
+    assert outcome.status == 1
+    (line,) = outcome.errors
+    assert "Too many open files" in line
+    assert "some/file" in line
+    assert "answers" not in line
+
+
+def test_answers_that_cannot_be_shown_after_a_hang_up_are_a_hang_up(run, monkeypatch):
+    class ClosedTerminal(io.StringIO):
+        def write(self, text):
+            os.kill(os.getpid(), signal.SIGHUP)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("sys.stdout", ClosedTerminal())
+    assert run("prompt=say x").status == 129
 
 
 def test_the_frontend_imports_no_torch_and_no_tokenizer():

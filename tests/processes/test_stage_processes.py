@@ -3,6 +3,7 @@
 import collections
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -254,6 +255,25 @@ def test_a_message_of_a_type_that_a_stage_does_not_accept_is_dropped_and_counted
 def test_a_topology_that_cannot_run_is_refused_before_anything_starts(stages, reason):
     with pytest.raises(ConfigError, match=reason):
         Supervisor(stages, b"")
+
+
+def test_too_low_a_limit_of_open_files_is_refused_before_anything_starts():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"40 open files, expected at least \d+; .*ulimit -n"):
+            supervise({TOKENIZER: "Echo"}).start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not children()
+    assert not traces()
+
+
+def test_a_process_that_cannot_be_started_is_named(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(EngineDead, match=r"tokenizer cannot be started: .*/no/such/python"):
+        supervise({TOKENIZER: "Echo"}).start()
+    assert not traces()
 
 
 def test_starting_and_stopping_often_leaves_nothing_open():
