@@ -51,7 +51,7 @@ class StageChild:
         try:
             with _interrupts_blocked():
                 # stdout belongs to the answers, so a stage's goes to stderr (2). A session of its own: what
-                # is sent to our process group (by timeout, a closing terminal) is for the supervisor to judge.
+                # is sent to our process group (by timeout, a closing terminal) is the supervisor's business.
                 self._process = subprocess.Popen(
                     command, stdin=lifeline, stdout=2, env=_environment(spec.threads), start_new_session=True
                 )

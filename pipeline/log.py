@@ -20,10 +20,11 @@ def get_logger(module_name: str) -> logging.Logger:
     return logging.getLogger(f"{_ROOT}.{module_name}")
 
 
-def configure_logging(process_name: str, level: str | None = None) -> None:
+def configure_logging(process_name: str, level: str | None = None, *, refuses_aloud: bool = True) -> None:
     """Send the engine's log to stderr, prefixed with `process_name`. May be called again.
 
-    level: a level name; None takes `SSD_LOG`. An unknown name means warning, and says so.
+    level: a level name; None takes `SSD_LOG`. An unknown name means warning.
+    refuses_aloud: say so of an unknown name. One process of a run should, not all that share the variable.
     """
     name = (level or os.environ.get(LEVEL_VARIABLE) or "warning").upper()
     number = logging.getLevelNamesMapping().get(name)
@@ -33,7 +34,7 @@ def configure_logging(process_name: str, level: str | None = None) -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(number if number is not None else logging.WARNING)
-    if number is None:
+    if number is None and refuses_aloud:
         root.warning("%s: expected debug, info, warning or error, got %r", LEVEL_VARIABLE, name.lower())
 
 

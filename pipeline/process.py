@@ -319,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate_at_once)
     faulthandler.enable()
     options = _parse(arguments)
-    configure_logging(options.stage)
+    configure_logging(options.stage, refuses_aloud=False)
     _take_place(options.stage, options.cores)
     _watch_supervisor(options.supervisor_pid, options.run_directory)
     runner = StageRunner(

@@ -1,6 +1,8 @@
 """Processes that are killed: the error names the stage, and nothing is left, whoever dies and when."""
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EngineDead
+from pipeline.run_directory import runtime_root, sweep_stale
 from tests.processes.runtime import (
     DETOKENIZER,
     PREDICTOR,
@@ -176,6 +179,36 @@ def test_a_stage_without_a_supervisor_ends_even_if_it_cannot_clean_up():
             assert orphan.wait(10) == 1
         finally:
             orphan.kill()
+
+
+def stages_of(supervisor_pid: int) -> set[int]:
+    """Stage processes of one supervisor, whether it lives or not."""
+    wanted = f"--supervisor-pid\0{supervisor_pid}\0".encode()
+    pids = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes():
+                pids.add(int(path.parent.name))
+    return pids
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_stage_is_left_whenever_the_frontend_is_killed(seed):
+    # From the first line of the supervisor's start to the first messages: about half a second.
+    delay_s = random.Random(seed).uniform(0.0, 0.7)
+    frontend = subprocess.Popen(
+        [sys.executable, "-c", FRONTEND_PROGRAM, "Echo"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with frontend:
+        wait_until(lambda: bool(traces(frontend.pid)))
+        with pytest.raises(subprocess.TimeoutExpired):
+            frontend.wait(delay_s)
+        frontend.kill()
+        frontend.wait(10)
+    wait_until(lambda: not stages_of(frontend.pid), 5)
+    # Killed before its first stage, it leaves a run directory to the next engine.
+    sweep_stale(runtime_root())
+    assert not traces(frontend.pid)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -87,6 +87,13 @@ def test_a_lost_terminal_does_not_end_a_stage():
         assert collect(engine, 1) == [Item(number=1)]
 
 
+def test_an_unknown_log_level_is_not_said_by_every_stage_once_more(capfd, monkeypatch):
+    monkeypatch.setenv("SSD_LOG", "loud")
+    with supervise({TOKENIZER: "Echo", VERIFIER: "Echo"}):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 def test_background_work_runs_while_no_message_waits():
     with supervise({TOKENIZER: "Worker"}) as engine:
         engine.send(TOKENIZER, Item(number=3))
