@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,12 +147,18 @@ def test_long_pages_are_named_where_rounding_up_to_them_is_what_does_not_fit() -
 
 
 def test_a_cache_beyond_this_processs_own_limit_is_refused_with_numbers() -> None:
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), limits[1]))
-    try:
-        # 1 GiB, which the machine has and the process may not take.
-        with pytest.raises(ConfigError, match=r"the KV cache needs 1\.0 GiB .*lower max_requests"):
-            make_cache(num_slots=1 << 20, dtype=torch.float64)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+    # In a process of its own: what other tests freed, or told the allocator to keep, could make room.
+    code = """
+import resource, torch
+from pathlib import Path
+from stages.model.pages import KVCache
+from stages.model.shape import tiny_shape
+in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20),) * 2)
+KVCache(shape=tiny_shape(), num_slots=1 << 20, page_size=16, dtype=torch.float64)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    # 1 GiB, which the machine has and the process may not take.
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("conf.errors.ConfigError: the KV cache needs 1.0 GiB ")
+    assert last.endswith("lower max_requests or model.max_context")
