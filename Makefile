@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: run test test-full lint format clean
 
 run: $(INSTALLED)
-	@$(BIN)/python -m pipeline.run conf=saguaro $(ARGS)
+	@$(BIN)/python -m pipeline.run $(if $(findstring conf=,$(ARGS)),,conf=saguaro) $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

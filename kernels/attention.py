@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MAX_JOINT_BIAS = 1 << 17
+READ_BLOCK = 64
+"""Slots: a short sequence is read in whole blocks, those behind its end masked. See `plan_visibility`."""
+_MAX_JOINT_BIAS = 1 << 20
 """Elements up to which the bias is widened with zeros over the dense part, see `plan_visibility`."""
 _MAX_MASKED_CHAIN = 64
 """Rows up to which a causal chain is masked explicitly; longer ones (prompts) run the causal kernel."""
@@ -23,7 +25,8 @@ class Visibility:
     """Which slots each row of one sequence attends to; made once a forward, used in every layer."""
 
     length: int
-    """Slots in all."""
+    """Slots that are read, from slot 0. With a joint bias a multiple of `READ_BLOCK`: those behind the end of
+    the sequence may hold any finite numbers."""
     dense_len: int
     """Slots 0..dense_len-1 are seen by every row and are under no bias."""
     bias: Tensor | None
@@ -40,10 +43,11 @@ def plan_visibility(
         rows are a causal chain in the last T slots, and see all before.
 
     A short bias is widened with zeros over the dense part: one kernel call then does what else takes
-    two and a merge. Beyond `_MAX_JOINT_BIAS` elements the parts stay apart and no O(context) mask exists.
+    two and a merge. It is also widened to whole blocks. The kernel's order of summation follows the number of
+    slots, so that in whole blocks a row's result is the same to the last bit whatever rows share the forward;
+    without them a token that was verified beside others could differ from the same token decoded alone.
+    Beyond `_MAX_JOINT_BIAS` elements the parts stay apart and no O(context) mask exists.
     """
-    if mask is None and num_rows == 1:
-        return Visibility(length=length, dense_len=length, bias=None)
     if mask is None:
         if num_rows > _MAX_MASKED_CHAIN:
             return Visibility(length=length, dense_len=length - num_rows, bias=None)
@@ -51,9 +55,11 @@ def plan_visibility(
     tail_len = mask.shape[1]
     dense_len = length - tail_len
     if num_rows * group_size * length <= _MAX_JOINT_BIAS:
-        bias = torch.zeros(num_rows, length, dtype=dtype, device=mask.device)
-        bias[:, dense_len:].masked_fill_(~mask, float("-inf"))
-        dense_len = 0
+        padded = -(-length // READ_BLOCK) * READ_BLOCK
+        bias = torch.zeros(num_rows, padded, dtype=dtype, device=mask.device)
+        bias[:, dense_len:length].masked_fill_(~mask, float("-inf"))
+        bias[:, length:] = float("-inf")
+        length, dense_len = padded, 0
     else:
         bias = torch.zeros(num_rows, tail_len, dtype=dtype, device=mask.device)
         bias.masked_fill_(~mask, float("-inf"))
@@ -64,7 +70,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility
     """Scaled dot-product attention of one sequence.
 
     queries: [T, heads, head_dim].
-    keys, values: [kv_heads, length, head_dim], any strides with a dense last dimension.
+    keys, values: [kv_heads, visibility.length, head_dim], any strides with a dense last dimension.
     Returns [T, heads * head_dim] in the dtype of the queries.
     """
     num_rows, num_heads, head_dim = queries.shape

@@ -23,7 +23,7 @@ class Linear:
         self._bias = affine.bias
         self._packed: Tensor | None = None
         self._weight: Tensor | None = weight
-        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _has_packed_bfloat16():
+        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_packed_bfloat16():
             # The hint is a row count; 1 was as fast as any other for 1 to 32 rows.
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
             self._weight = None
@@ -37,7 +37,8 @@ class Linear:
         return F.linear(rows, self._weight, self._bias)
 
 
-def _has_packed_bfloat16() -> bool:
+def has_packed_bfloat16() -> bool:
+    """Whether this CPU multiplies packed bfloat16 matrices; `Linear` falls back to `F.linear` where not."""
     return (
         bool(torch._C._has_mkldnn)
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()

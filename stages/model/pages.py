@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import READ_BLOCK
 from kernels.kv_write import move_kv
 from pipeline.errors import ConfigError, RequestError
 from stages.model.shape import ModelShape
@@ -32,8 +33,9 @@ class KVHandle:
         self.num_slots = len(pages) * page_size
         """Logical slots: what was asked for, rounded up to whole pages."""
         self.physical_list = [page * page_size + offset for page in pages for offset in range(page_size)]
-        self.physical = torch.tensor(self.physical_list, dtype=torch.int64)
-        """Physical slot of each logical one."""
+        behind = [self.physical_list[0]] * READ_BLOCK
+        self.physical = torch.tensor(self.physical_list + behind, dtype=torch.int64)
+        """Physical slot of each logical one; a block more is readable, and holds anything."""
         is_contiguous = all(page == pages[0] + index for index, page in enumerate(pages))
         self.first_slot: int | None = pages[0] * page_size if is_contiguous else None
         """Physical slot of logical slot 0 when all slots follow it in order, else None."""
@@ -62,7 +64,9 @@ class KVCache:
             )
         self.page_size = page_size
         self.num_pages = -(-num_slots // page_size)
-        size = (shape.num_layers, 2, shape.num_kv_heads, self.num_pages * page_size, shape.head_dim)
+        # A block more than the pages: attention reads whole blocks, masked behind the end of a sequence.
+        num_physical = self.num_pages * page_size + READ_BLOCK
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_physical, shape.head_dim)
         self.storage = _allocate(size, page_size=page_size, dtype=dtype, device=torch.device(device))
         """[layers, 2, kv_heads, slots, head_dim]: a head's slots lie together, as attention reads them."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
@@ -121,7 +125,10 @@ class KVCache:
         )
 
     def read(self, layer: int, handle: KVHandle, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of logical slots 0..length-1, each [kv_heads, length, head_dim]."""
+        """Keys and values of logical slots 0..length-1, each [kv_heads, length, head_dim].
+
+        length: may be up to a `READ_BLOCK` beyond the handle's end; what is read there means nothing.
+        """
         keys, values = self.layers[layer]
         if handle.first_slot is not None:
             first = handle.first_slot
