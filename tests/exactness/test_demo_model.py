@@ -49,7 +49,7 @@ def _rows(folder: Path, name: str, arguments: tuple[str, ...], prompts: Path) ->
         f"output={output}",
     ]
     done = subprocess.run(
-        [*command, "model.dtype=float32", "seed=1234"],
+        [*command, "seed=1234"],
         capture_output=True,
         text=True,
         timeout=1800,
