@@ -18,7 +18,7 @@ import pytest
 from stages.model.linear import has_packed_bfloat16
 
 PROMPTS = Path(__file__).with_name("demo_prompts.txt")
-LAYERS = ("speculation.draft.kind=layers", "speculation.draft.layers=6")
+LAYERS = ("speculation.draft.kind=layers", "speculation.draft.layers=2", "speculation.depth=2")
 SYSTEMS = {
     "autoregressive": ("conf=autoregressive",),
     "speculative": ("conf=speculative",),
@@ -26,8 +26,8 @@ SYSTEMS = {
     "saguaro": ("conf=saguaro",),
     # A draft with a KV cache of its own, whatever the named runs use.
     "speculative, layers": ("conf=speculative", *LAYERS),
-    "ssd, layers": ("conf=ssd", "speculation.depth=3", *LAYERS),
-    "saguaro, layers": ("conf=saguaro", "speculation.depth=3", *LAYERS),
+    "ssd, layers": ("conf=ssd", *LAYERS),
+    "saguaro, layers": ("conf=saguaro", *LAYERS),
     "saguaro, three at once": ("conf=saguaro", "max_requests=3"),
 }
 SIZES = [
@@ -121,7 +121,7 @@ def test_the_draft_computes_while_the_target_verifies(tmp_path: Path) -> None:
     """The overlap is what the pipeline is for: here with a draft that has something to compute."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Count from one to ten.\nName three rivers.")
-    run = ("conf=saguaro", *LAYERS, "speculation.depth=2", "max_tokens=16")
+    run = ("conf=saguaro", *LAYERS, "max_tokens=16")
     for row in _rows(tmp_path, "overlap", run, prompts):
         metrics = row["metrics"]
         assert metrics["overlap_ms"] > 0.2 * metrics["target_compute_ms"]
