@@ -77,13 +77,10 @@ def _make_runner(
     config: RunConfig, model: LoadedModel, target_shape: ModelShape, *, max_nodes: int
 ) -> ModelRunner:
     """A runner with KV for `max_requests` requests of the longest context, and their trees."""
-    page_size = config.placement.page_size
     longest = min(config.model.max_context, target_shape.max_position, model.shape.max_position)
-    slots_per_request = -(-(longest + max_nodes) // page_size) * page_size
-    return ModelRunner(
-        shape=model.shape,
-        weights=model.weights,
-        num_slots=slots_per_request * config.max_requests,
-        page_size=page_size,
-        dtype=model.weights.embed.dtype,
+    return ModelRunner.for_requests(
+        model,
+        num_requests=config.max_requests,
+        slots_per_request=longest + max_nodes,
+        page_size=config.placement.page_size,
     )

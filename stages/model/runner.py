@@ -10,7 +10,7 @@ from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.decoder import Decoder, SequencePlan
 from stages.model.pages import KVCache
 from stages.model.shape import ModelShape
-from stages.model.weights import ModelWeights
+from stages.model.weights import LoadedModel, ModelWeights
 
 
 class ModelRunner:
@@ -35,6 +35,20 @@ class ModelRunner:
         # No request can be at a position beyond its slots.
         self._num_positions = min(shape.max_position, self.kv.num_pages * page_size)
         self._decoder = Decoder(shape=shape, weights=weights, dtype=dtype, num_positions=self._num_positions)
+
+    @classmethod
+    def for_requests(
+        cls, model: LoadedModel, *, num_requests: int, slots_per_request: int, page_size: int
+    ) -> ModelRunner:
+        """A runner whose KV cache holds `num_requests` requests of `slots_per_request` slots at once."""
+        pages_per_request = -(-slots_per_request // page_size)
+        return cls(
+            shape=model.shape,
+            weights=model.weights,
+            num_slots=pages_per_request * page_size * num_requests,
+            page_size=page_size,
+            dtype=model.weights.embed.dtype,
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.schema import DraftKind, DType, RunConfig
 from kernels.sampling import choose_coupled
-from kernels.tree import accept_path, check_tree, node_depths
+from kernels.tree import accept_path
 from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
 from pipeline.messages import (
     BeginDraft,
@@ -35,6 +35,7 @@ from pipeline.stage import Stage, StageContext
 from stages.model.runner import ModelRunner
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
+from stages.target_verifier.checks import fault_of_prompt, fault_of_tree
 from stages.target_verifier.draft_watch import DraftWatch
 from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_positions
 from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
@@ -72,14 +73,11 @@ class TargetVerifier(Stage):
             self._model = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
         shape = self._model.shape
         self._max_context = min(config.model.max_context, shape.max_position)
-        page_size = config.placement.page_size
-        slots_per_request = -(-(self._max_context + self._max_nodes) // page_size) * page_size
-        self._runner = ModelRunner(
-            shape=shape,
-            weights=self._model.weights,
-            num_slots=slots_per_request * config.max_requests,
-            page_size=page_size,
-            dtype=self._model.weights.embed.dtype,
+        self._runner = ModelRunner.for_requests(
+            self._model,
+            num_requests=config.max_requests,
+            slots_per_request=self._max_context + self._max_nodes,
+            page_size=config.placement.page_size,
         )
         self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
         self._model = None  # the runner keeps packed copies of the weights
@@ -105,31 +103,18 @@ class TargetVerifier(Stage):
                 self._cancel(message.request_id)
 
     def _enqueue(self, request: TokenizedRequest) -> None:
-        fault = self._fault_of_request(request)
+        request_id = request.request_id
+        is_known = request_id in self._sequences or any(w.request_id == request_id for w in self._waiting)
+        if is_known:
+            fault: str | None = f"request id {request_id!r} is in use; choose another"
+        else:
+            fault = fault_of_prompt(
+                request.prompt_token_ids, max_context=self._max_context, vocab_size=len(self._vocab_ids)
+            )
         if fault is None:
             self._waiting.append(request)
         else:
-            self._fail(request.request_id, fault)
-
-    def _fault_of_request(self, request: TokenizedRequest) -> str | None:
-        """Why a request cannot be served, or None."""
-        request_id, prompt = request.request_id, request.prompt_token_ids
-        if request_id in self._sequences or any(w.request_id == request_id for w in self._waiting):
-            return f"request id {request_id!r} is in use; choose another"
-        if not prompt:
-            return "the prompt has no tokens; expected at least one"
-        if len(prompt) >= self._max_context:
-            return (
-                f"the prompt has {len(prompt)} tokens, but the context holds {self._max_context} and needs "
-                "room for at least one more; shorten the prompt or raise model.max_context"
-            )
-        vocab_size = len(self._vocab_ids)
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            return (
-                f"the prompt holds token id {max(prompt)}, but the model has {vocab_size} embedding rows: "
-                "its tokenizer knows tokens that it was not trained on; leave them out of the prompt"
-            )
-        return None
+            self._fail(request_id, fault)
 
     def _take_proposal(self, proposal: Proposal) -> None:
         sequence = self._by_draft_id.get(proposal.request_id)
@@ -144,7 +129,13 @@ class TargetVerifier(Stage):
         if got != expected:
             # The two sides disagree about what is committed: to wait for another proposal would be to hang.
             raise EngineDead(f"{what}, got {got}")
-        fault = self._fault_of(proposal, sequence)
+        fault = fault_of_tree(
+            proposal.token_ids,
+            proposal.parents,
+            max_nodes=self._max_nodes,
+            room=sequence.room,
+            vocab_size=len(self._vocab_ids),
+        )
         if fault is not None:
             # The target must not wait for a better one: verify nothing, and let the error be counted.
             proposal = msgspec.structs.replace(
@@ -157,16 +148,6 @@ class TargetVerifier(Stage):
         sequence.proposal = proposal
         if fault is not None:
             raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
-
-    def _fault_of(self, proposal: Proposal, sequence: Sequence) -> str | None:
-        """Why a proposal cannot be verified, or None."""
-        num_nodes = len(proposal.token_ids)
-        if num_nodes > self._max_nodes:
-            return f"{num_nodes} nodes, at most {self._max_nodes} fit"
-        fault = check_tree(proposal.token_ids, proposal.parents, vocab_size=len(self._vocab_ids))
-        if fault is None and max(node_depths(proposal.parents), default=0) >= sequence.room:
-            return f"it is as deep as the {sequence.room} tokens that the request may still get, or deeper"
-        return fault
 
     def _cancel(self, request_id: str) -> None:
         waiting = next((w for w in self._waiting if w.request_id == request_id), None)
