@@ -50,10 +50,11 @@ class StageChild:
             command += ["--busy-poll-us", str(spec.busy_poll_us)]
         try:
             with _interrupts_blocked():
-                # stdout belongs to the answers, so a stage's goes to stderr (2). A session of its own: what
-                # is sent to our process group (by timeout, a closing terminal) is the supervisor's business.
+                # stdout belongs to the answers, so a stage's goes to stderr (2). A process group of its own:
+                # what is sent to ours (by timeout, a closing terminal) is the supervisor's business. Not a
+                # session of its own: Linux schedules sessions as groups, which doubled the mail's latency.
                 self._process = subprocess.Popen(
-                    command, stdin=lifeline, stdout=2, env=_environment(spec.threads), start_new_session=True
+                    command, stdin=lifeline, stdout=2, env=_environment(spec.threads), process_group=0
                 )
         except OSError as error:
             raise EngineDead(f"{spec.name.value} cannot be started: {error}") from error

@@ -77,7 +77,8 @@ def test_a_stage_carries_its_name_runs_on_its_cores_and_has_its_threads():
 def test_signals_to_the_frontends_process_group_or_terminal_do_not_reach_a_stage():
     with supervise({TOKENIZER: "Echo", VERIFIER: "Echo"}) as engine:
         for pid in engine.pids.values():
-            assert os.getpgid(pid) == os.getsid(pid) == pid
+            assert os.getpgid(pid) == pid
+            assert os.getsid(pid) == os.getsid(0)
 
 
 def test_a_lost_terminal_does_not_end_a_stage():
