@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.messages import Proposal, ProposalSource, Sampling
+from pipeline.messages import Proposal, ProposalSource
 from stages.model.pages import KVHandle
 from stages.model.token_law import TokenLaw
 from stages.target_verifier.round_clock import RoundClock
@@ -20,7 +20,6 @@ class Sequence:
     request_id: str
     draft_id: str
     """What speculator and predictor call it: unique among all admissions of this verifier."""
-    sampling: Sampling
     token_ids: list[int]
     """Committed tokens: prompt, then output."""
     num_prompt_tokens: int

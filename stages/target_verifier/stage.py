@@ -197,7 +197,6 @@ class TargetVerifier(Stage):
         sequence = Sequence(
             request_id=request.request_id,
             draft_id=f"{request.request_id}#{self._num_admitted}",
-            sampling=request.sampling,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             max_len=max_len,

@@ -8,11 +8,11 @@ from pipeline.messages import (
     FinishReason,
     ProposalSource,
     RequestFinished,
-    RequestMetrics,
     StageName,
     TextBlock,
 )
 from stages.detokenizer import DetokenizerStage
+from tests.fake_frontend_events import NO_SPECULATION
 from tests.tiny_tokenizers import byte_level, save_model_folder
 
 TEXT = "hello 한 🦀 the end"
@@ -54,29 +54,7 @@ def committed(request_id, round_id, token_ids, finish_reason=None, source=None):
         source=source,
         num_prompt_tokens=7,
         finish_reason=finish_reason,
-        metrics=None if finish_reason is None else metrics(),
-    )
-
-
-def metrics():
-    return RequestMetrics(
-        num_rounds=1,
-        num_proposed_tokens=0,
-        num_accepted_tokens=0,
-        acceptance_length=None,
-        acceptance_rate=None,
-        cache_hits=None,
-        cache_misses=None,
-        hit_rate=None,
-        mean_ready_length=None,
-        ttft_ms=1.0,
-        decode_seconds=None,
-        tokens_per_second=None,
-        target_compute_ms=0.0,
-        target_wait_ms=0.0,
-        draft_wait_ms=0.0,
-        overlap_ms=0.0,
-        overhead_ms=0.0,
+        metrics=None if finish_reason is None else NO_SPECULATION,
     )
 
 
