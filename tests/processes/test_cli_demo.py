@@ -11,6 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.demo
 
+STAGES = ["tokenizer", "draft-speculator", "outcome-predictor", "target-verifier", "detokenizer"]
+
 
 def start(folder, *argv):
     command = [sys.executable, "-m", "pipeline.run", *argv]
@@ -21,8 +23,12 @@ def start(folder, *argv):
 
 def stage_pids(process):
     """The stage processes of a run, by name."""
+    # -ww: where COLUMNS is set, ps would cut the lines off, and the names with them.
     listing = subprocess.run(
-        ["ps", "--ppid", str(process.pid), "-o", "pid=,args="], capture_output=True, text=True, check=False
+        ["ps", "-ww", "--ppid", str(process.pid), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     words = [line.split() for line in listing.stdout.splitlines() if "pipeline.process" in line]
     return {line[line.index("pipeline.process") + 1]: int(line[0]) for line in words}
@@ -62,25 +68,28 @@ def traces(temporary):
     return [*shared, *(file.name for file in temporary.iterdir())]
 
 
-def start_a_long_answer(tmp_path, monkeypatch):
+@pytest.fixture
+def long_answer(tmp_path, monkeypatch):
     """A saguaro run in the middle of its answer, its stages, and where its run directory is."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     process = start(tmp_path, "conf=saguaro", "prompt=Tell a long story.", "max_tokens=4000")
-    assert process.stdout.read(1)
-    pids = stage_pids(process)
-    assert len(pids) == 5
-    assert traces(temporary) != []
-    return process, pids, temporary
+    try:
+        assert process.stdout.read(1)
+        pids = stage_pids(process)
+        assert set(pids) == set(STAGES)
+        assert traces(temporary) != []
+        yield process, pids, temporary
+    finally:  # a test that failed leaves no process behind: later tests count their children
+        process.kill()
+        process.communicate()
 
 
-@pytest.mark.parametrize(
-    "stage", ["tokenizer", "draft-speculator", "outcome-predictor", "target-verifier", "detokenizer"]
-)
-def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path, monkeypatch, stage):
-    process, pids, temporary = start_a_long_answer(tmp_path, monkeypatch)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(long_answer, stage):
+    process, pids, temporary = long_answer
     began = time.monotonic()
     os.kill(pids[stage], signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
@@ -98,9 +107,9 @@ def test_a_killed_stage_ends_the_run_within_five_seconds_and_is_named(tmp_path, 
     ids=["ctrl-c", "shutdown", "hang-up"],
 )
 def test_a_signal_to_all_processes_ends_the_run_within_five_seconds_and_leaves_nothing(
-    tmp_path, monkeypatch, number, status
+    long_answer, number, status
 ):
-    process, pids, temporary = start_a_long_answer(tmp_path, monkeypatch)
+    process, pids, temporary = long_answer
     began = time.monotonic()
     for pid in (process.pid, *pids.values()):
         os.kill(pid, number)
