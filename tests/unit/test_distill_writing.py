@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.unit.test_distill_training import make_answer
 from tests.unit.test_model_runner import forward_chain
 from tools.distill.batch_decoder import BatchDecoder
 from tools.distill.code_prompts import code_prompts
+from tools.distill.code_tasks import code_tasks
 from tools.distill.own_prompts import own_prompts
 from tools.distill.prompts import Prompt, PromptBook
 from tools.distill.repetition import MOST_REPEATS, NGRAM, loop_start
@@ -150,6 +152,22 @@ def test_code_prompts_are_signatures_with_a_docstring_and_no_body() -> None:
     for text in prompts:
         assert "def " in text
         assert text.endswith('"""\n')
+
+
+def test_code_tasks_parse_and_state_examples_of_their_own_name() -> None:
+    tasks = code_tasks(300, seed=1)
+    assert tasks == code_tasks(300, seed=1)
+    assert len(set(tasks)) == 300
+    num_examples = 0
+    for text in tasks:
+        (function,) = ast.parse(text[text.index("def ") :]).body
+        assert isinstance(function, ast.FunctionDef)
+        doc = ast.get_docstring(function) or ""
+        for line in doc.splitlines():
+            if line.startswith(">>> "):
+                assert line.startswith(f">>> {function.name}(")
+                num_examples += 1
+    assert num_examples > 100
 
 
 def test_prompts_go_through_the_chat_template_and_invented_turns_are_kept(tmp_path: Path) -> None:

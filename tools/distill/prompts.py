@@ -19,6 +19,7 @@ from stages.chat_template import ChatTemplate
 from stages.model.shape import read_shape
 from stages.vocabulary import load_tokenizer
 from tools.distill.code_prompts import code_prompts
+from tools.distill.code_tasks import code_tasks
 from tools.distill.own_prompts import own_prompts
 from tools.distill.progress import say
 from tools.distill.settings import DistillSettings
@@ -30,7 +31,8 @@ _OPENINGS = (
     "Create", "Please", "Is", "Which", "Describe", "The", "A", "If", "Make", "List", "Design", "Tell",
     "def ", "Find", "Calculate", "My", "In", "When", "Who", "Where", "Rewrite", "Compare", "Solve", "You",
 )  # fmt: skip
-_CODE_SHARE = 0.2
+_SIGNATURE_SHARE = 0.2
+_CODE_TASK_SHARE = 0.3
 _FEWEST_INVENTED_TOKENS = 3
 
 Invent = Callable[[Sequence["Prompt"]], list[list[int]]]
@@ -72,9 +74,9 @@ class PromptBook:
     def all_prompts(self, settings: DistillSettings, *, invent: Invent) -> list[Prompt]:
         """Everything there is to answer, without doubles. Invented turns are kept in the work folder."""
         texts = [*self._given(settings), *own_prompts(settings.own_prompts, seed=settings.seed)]
-        num_code = round(settings.own_prompts * _CODE_SHARE)
-        if num_code:
-            texts += [("own/code", text) for text in code_prompts(num_code, seed=settings.seed)]
+        signatures = code_prompts(round(settings.own_prompts * _SIGNATURE_SHARE), seed=settings.seed)
+        tasks = code_tasks(round(settings.own_prompts * _CODE_TASK_SHARE), seed=settings.seed)
+        texts += [("own/code", text) for text in (*signatures, *tasks)]
         texts += [("invented", text) for text in self._invented(settings, invent)]
         prompts: dict[int, Prompt] = {}
         num_long = 0
