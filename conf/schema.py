@@ -18,6 +18,17 @@ class DType(str, Enum):
     float64 = "float64"
 
 
+class CpuKernels(str, Enum):
+    """What multiplies on a CPU."""
+
+    auto = "auto"
+    """Ours where the CPU, the model and a C compiler allow, else PyTorch's."""
+    native = "native"
+    """Ours, or an error that says why not."""
+    torch = "torch"
+    """PyTorch's."""
+
+
 class DraftKind(str, Enum):
     """What guesses tokens."""
 
@@ -72,6 +83,8 @@ class ModelConfig:
     """Hugging Face id, local folder, or .gguf file. None: the built-in demo model."""
     dtype: DType = DType.bfloat16
     """Format the forward runs in, target and draft alike."""
+    cpu_kernels: CpuKernels = CpuKernels.auto
+    """What multiplies on a CPU: our C kernels (bfloat16, compiled on first use) or PyTorch's operators."""
     max_context: int = 8192
     """Most tokens (prompt and output) of one request; cut to what the model supports."""
 

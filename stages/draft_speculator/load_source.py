@@ -83,4 +83,5 @@ def _make_runner(
         num_requests=config.max_requests,
         slots_per_request=longest + max_nodes,
         page_size=config.placement.page_size,
+        cpu_kernels=config.model.cpu_kernels,
     )

@@ -5,6 +5,7 @@ Prefill, decode, verification of a tree, and drafting of branches are all a `For
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,6 +55,25 @@ class ForwardBatch:
         _check_range("positions", self.positions, 0, max_position)
         for sequence in self.sequences:
             _check_sequence(sequence)
+
+    def part(self, is_chosen: Sequence[bool]) -> tuple[ForwardBatch, list[int]]:
+        """The chosen sequences as a batch of their own, and where its logits stand among this batch's."""
+        kept: list[int] = []
+        start = 0
+        for sequence, chosen in zip(self.sequences, is_chosen, strict=True):
+            if chosen:
+                kept += range(start, start + sequence.num_rows)
+            start += sequence.num_rows
+        new_row = {row: index for index, row in enumerate(kept)}
+        wanted = range(start) if self.logit_rows is None else self.logit_rows
+        places = [place for place, row in enumerate(wanted) if row in new_row]
+        batch = ForwardBatch(
+            token_ids=[self.token_ids[row] for row in kept],
+            positions=[self.positions[row] for row in kept],
+            sequences=[s for s, chosen in zip(self.sequences, is_chosen, strict=True) if chosen],
+            logit_rows=[new_row[wanted[place]] for place in places],
+        )
+        return batch, places
 
 
 def _check_range(what: str, values: list[int], start: int, end: int) -> None:

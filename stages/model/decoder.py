@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.attention import Visibility, attend
 from kernels.kv_write import write_kv
+from stages.model.cpu_kernels import NativeKernels
 from stages.model.linear import Linear
 from stages.model.pages import KVCache, KVHandle
 from stages.model.shape import ModelShape
@@ -34,14 +35,27 @@ class SequencePlan:
 class Decoder:
     """Token ids in, logits out."""
 
-    def __init__(self, *, shape: ModelShape, weights: ModelWeights, dtype: torch.dtype, num_positions: int):
-        """num_positions: rows of the rotary table; positions must stay below."""
-        self._shape = shape
-        self._embed = weights.embed
-        self._layers = [_Layer(shape, layer) for layer in weights.layers]
-        self._final_norm = weights.final_norm
-        self._head = Linear(Affine(weight=weights.head, bias=None))
-        self._cos, self._sin = rotary_table(shape, num_positions, dtype, weights.embed.device)
+    def __init__(
+        self,
+        *,
+        shape: ModelShape,
+        weights: ModelWeights,
+        dtype: torch.dtype,
+        num_positions: int,
+        kernels: NativeKernels | None = None,
+    ) -> None:
+        """num_positions: rows of the rotary table; positions must stay below. kernels: None for PyTorch's."""
+        self.shape = shape
+        self.embed = weights.embed
+        self.layers = [DecoderLayer(shape, layer, kernels) for layer in weights.layers]
+        self.final_norm = weights.final_norm
+        self.head = Linear(Affine(weight=weights.head, bias=None), kernels)
+        self.cos, self.sin = rotary_table(shape, num_positions, dtype, weights.embed.device)
+
+    @property
+    def head_size(self) -> int:
+        """Logits of a row."""
+        return self.head.num_outputs
 
     def forward(
         self,
@@ -56,30 +70,30 @@ class Decoder:
         token_ids, positions: int64 [T]. logit_rows: int64 [R] or None for all.
         Returns logits [R, vocab] in the dtype of the weights.
         """
-        hidden = self._embed.index_select(0, token_ids)
-        cos = self._cos.index_select(0, positions).unsqueeze(1)
-        sin = self._sin.index_select(0, positions).unsqueeze(1)
-        for index, layer in enumerate(self._layers):
+        hidden = self.embed.index_select(0, token_ids)
+        cos = self.cos.index_select(0, positions).unsqueeze(1)
+        sin = self.sin.index_select(0, positions).unsqueeze(1)
+        for index, layer in enumerate(self.layers):
             hidden = layer.forward(hidden, cos, sin, index, plans, cache)
         if logit_rows is not None:
             hidden = hidden.index_select(0, logit_rows)
-        return self._head(rms_norm(hidden, self._final_norm, self._shape.rms_norm_eps))
+        return self.head(rms_norm(hidden, self.final_norm, self.shape.rms_norm_eps))
 
 
-class _Layer:
+class DecoderLayer:
     """Attention and gated MLP, each after a norm and added to the residual."""
 
-    def __init__(self, shape: ModelShape, weights: LayerWeights) -> None:
+    def __init__(self, shape: ModelShape, weights: LayerWeights, kernels: NativeKernels | None) -> None:
         self._shape = shape
         self._num_qk_heads = shape.num_heads + shape.num_kv_heads
-        self._input_norm = weights.input_norm
-        self._post_norm = weights.post_norm
-        self._q_norm = weights.q_norm
-        self._k_norm = weights.k_norm
-        self._qkv = Linear(weights.qkv)
-        self._o = Linear(weights.o)
-        self._gate_up = Linear(weights.gate_up)
-        self._down = Linear(weights.down)
+        self.input_norm = weights.input_norm
+        self.post_norm = weights.post_norm
+        self.q_norm = weights.q_norm
+        self.k_norm = weights.k_norm
+        self.qkv = Linear(weights.qkv, kernels)
+        self.o = Linear(weights.o, kernels)
+        self.gate_up = Linear(weights.gate_up, kernels)
+        self.down = Linear(weights.down, kernels)
 
     def forward(
         self,
@@ -92,8 +106,8 @@ class _Layer:
     ) -> Tensor:
         """hidden [T, hidden], cos and sin [T, 1, head_dim] -> [T, hidden]."""
         shape = self._shape
-        normed = rms_norm(hidden, self._input_norm, shape.rms_norm_eps)
-        heads = self._qkv(normed).view(hidden.shape[0], -1, shape.head_dim)
+        normed = rms_norm(hidden, self.input_norm, shape.rms_norm_eps)
+        heads = self.qkv(normed).view(hidden.shape[0], -1, shape.head_dim)
         rotated = rotate(self._normalise_heads(heads[:, : self._num_qk_heads]), cos, sin)
         queries, keys = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
         values = heads[:, self._num_qk_heads :]
@@ -102,18 +116,18 @@ class _Layer:
             write_kv(cache.layers[index], keys[plan.rows], values[plan.rows], plan.write_slots)
             all_keys, all_values = cache.read(index, plan.kv, plan.visibility.length)
             attended.append(attend(queries[plan.rows], all_keys, all_values, plan.visibility))
-        hidden = hidden + self._o(attended[0] if len(attended) == 1 else torch.cat(attended))
-        normed = rms_norm(hidden, self._post_norm, shape.rms_norm_eps)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        return hidden + self._down(F.silu(gate).mul_(up))
+        hidden = hidden + self.o(attended[0] if len(attended) == 1 else torch.cat(attended))
+        normed = rms_norm(hidden, self.post_norm, shape.rms_norm_eps)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return hidden + self.down(F.silu(gate).mul_(up))
 
     def _normalise_heads(self, heads: Tensor) -> Tensor:
         """qwen3 normalises every query and key head before the rotation. [T, q + k heads, head_dim]."""
-        if self._q_norm is None or self._k_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return heads
         queries, keys = heads[:, : self._shape.num_heads], heads[:, self._shape.num_heads :]
         eps = self._shape.rms_norm_eps
-        return torch.cat((rms_norm(queries, self._q_norm, eps), rms_norm(keys, self._k_norm, eps)), dim=1)
+        return torch.cat((rms_norm(queries, self.q_norm, eps), rms_norm(keys, self.k_norm, eps)), dim=1)
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:

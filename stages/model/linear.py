@@ -6,35 +6,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.native.packing import multiply, pack
+from stages.model.cpu_kernels import NativeKernels
 from stages.model.weights import Affine
 
 
 class Linear:
     """y = x W^T + b for rows [T, in].
 
-    bfloat16 weights on a CPU with oneDNN are kept in its blocked layout, which halves the time of small
-    batches; everything else goes through `F.linear`. The packed layout serves every number of rows.
+    With the C kernels the weight is kept in their layout. Without, bfloat16 weights on a CPU with oneDNN are
+    kept in its blocked layout; everything else goes through `F.linear`. A packed layout serves every number
+    of rows, and gives each the same result beside any others.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    __slots__ = ("_kernels", "_packed", "_weight", "bias", "num_outputs")
 
-    def __init__(self, affine: Affine) -> None:
+    def __init__(self, affine: Affine, kernels: NativeKernels | None = None) -> None:
         weight = affine.weight
-        self._bias = affine.bias
+        self.bias = affine.bias
+        self.num_outputs = weight.shape[0]
+        self._kernels = kernels
         self._packed: Tensor | None = None
         self._weight: Tensor | None = weight
-        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_packed_bfloat16():
+        if kernels is not None:
+            self._packed = pack(weight, kernels.arena)
+            self._weight = None
+        elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_packed_bfloat16():
             # The hint is a row count; 1 was as fast as any other for 1 to 32 rows.
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
             self._weight = None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        if self._packed is not None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-            return out
-        assert self._weight is not None
-        return F.linear(rows, self._weight, self._bias)
+        if self._packed is None:
+            assert self._weight is not None
+            return F.linear(rows, self._weight, self.bias)
+        if self._kernels is not None:
+            return multiply(
+                self._kernels.library, rows, self._packed, self.bias, threads=torch.get_num_threads()
+            )
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return out
+
+    @property
+    def packed(self) -> Tensor:
+        """The weight in the layout of the C kernels."""
+        assert self._kernels is not None, "not packed for the C kernels"
+        assert self._packed is not None
+        return self._packed
 
 
 def has_packed_bfloat16() -> bool:

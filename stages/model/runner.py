@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from conf.schema import CpuKernels
 from kernels.attention import plan_visibility
 from stages.model.batch import ForwardBatch, SequenceRows
+from stages.model.cpu_kernels import choose_kernels
 from stages.model.decoder import Decoder, SequencePlan
+from stages.model.native_decoder import MAX_SEQUENCE_ROWS, NativeDecoder
 from stages.model.pages import KVCache
 from stages.model.shape import ModelShape
 from stages.model.weights import LoadedModel, ModelWeights
@@ -24,8 +27,12 @@ class ModelRunner:
         num_slots: int,
         page_size: int,
         dtype: torch.dtype,
+        cpu_kernels: CpuKernels = CpuKernels.auto,
     ) -> None:
-        """num_slots: KV slots of all requests together. dtype: that of the weights."""
+        """num_slots: KV slots of all requests together. dtype: that of the weights.
+
+        Raises `ConfigError` where `cpu_kernels` or the memory cannot be had.
+        """
         assert weights.embed.dtype == dtype, f"weights are {weights.embed.dtype}, expected {dtype}"
         device = weights.embed.device
         self.shape = shape
@@ -34,11 +41,21 @@ class ModelRunner:
         self._device = device
         # No request can be at a position beyond its slots.
         self._num_positions = min(shape.max_position, self.kv.num_pages * page_size)
-        self._decoder = Decoder(shape=shape, weights=weights, dtype=dtype, num_positions=self._num_positions)
+        kernels = choose_kernels(cpu_kernels, shape, weights)
+        self._decoder = Decoder(
+            shape=shape, weights=weights, dtype=dtype, num_positions=self._num_positions, kernels=kernels
+        )
+        self._native = None if kernels is None else NativeDecoder(kernels.library, self._decoder, self.kv)
 
     @classmethod
     def for_requests(
-        cls, model: LoadedModel, *, num_requests: int, slots_per_request: int, page_size: int
+        cls,
+        model: LoadedModel,
+        *,
+        num_requests: int,
+        slots_per_request: int,
+        page_size: int,
+        cpu_kernels: CpuKernels = CpuKernels.auto,
     ) -> ModelRunner:
         """A runner whose KV cache holds `num_requests` requests of `slots_per_request` slots at once."""
         pages_per_request = -(-slots_per_request // page_size)
@@ -48,6 +65,7 @@ class ModelRunner:
             num_slots=pages_per_request * page_size * num_requests,
             page_size=page_size,
             dtype=model.weights.embed.dtype,
+            cpu_kernels=cpu_kernels,
         )
 
     @torch.inference_mode()
@@ -57,6 +75,25 @@ class ModelRunner:
         Returns logits [R, vocab], float32 (float64 when the model runs in float64).
         """
         batch.check(vocab_size=self.shape.vocab_size, max_position=self._num_positions)
+        if self._native is None:
+            return self._forward_torch(batch)
+        is_long = [sequence.num_rows > MAX_SEQUENCE_ROWS for sequence in batch.sequences]
+        if not any(is_long):
+            return self._native.forward(batch)
+        if all(is_long):
+            return self._forward_torch(batch)
+        # What a row comes to must not depend on what is beside it: each goes the way it would go alone.
+        num_logits = len(batch.token_ids if batch.logit_rows is None else batch.logit_rows)
+        logits = torch.empty(num_logits, self._decoder.head_size)
+        for forward, is_chosen in (
+            (self._native.forward, [not long for long in is_long]),
+            (self._forward_torch, is_long),
+        ):
+            part, places = batch.part(is_chosen)
+            logits[places] = forward(part)
+        return logits
+
+    def _forward_torch(self, batch: ForwardBatch) -> Tensor:
         logit_rows = batch.logit_rows
         logits = self._decoder.forward(
             torch.tensor(batch.token_ids, device=self._device),

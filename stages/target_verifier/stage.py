@@ -78,6 +78,7 @@ class TargetVerifier(Stage):
             num_requests=config.max_requests,
             slots_per_request=self._max_context + self._max_nodes,
             page_size=config.placement.page_size,
+            cpu_kernels=config.model.cpu_kernels,
         )
         self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
         self._model = None  # the runner keeps packed copies of the weights

@@ -21,6 +21,7 @@ from tools.distill.code_tasks import code_tasks
 from tools.distill.own_prompts import own_prompts
 from tools.distill.prompts import Prompt, PromptBook
 from tools.distill.repetition import MOST_REPEATS, NGRAM, loop_start
+from tools.distill.runner_decoder import RunnerDecoder
 from tools.distill.sampler import Sampler
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import prompt_key, read_answers, read_done, shard_paths, write_shard
@@ -52,8 +53,11 @@ def make_job(prompt: Prompt, *, temperature: float = 0.0, max_tokens: int = 12) 
     )
 
 
-def test_rows_of_different_lengths_have_the_logits_of_single_sequences(target: LoadedModel) -> None:
-    decoder = BatchDecoder(target, num_rows=4, num_slots=32)
+@pytest.mark.parametrize("kind", [BatchDecoder, RunnerDecoder])
+def test_rows_of_different_lengths_have_the_logits_of_single_sequences(
+    target: LoadedModel, kind: type[BatchDecoder] | type[RunnerDecoder]
+) -> None:
+    decoder = kind(target, num_rows=4, num_slots=32)
     prompts = [list(make_prompt(length, seed=length).token_ids) for length in (3, 9)]
     logits = decoder.read(prompts, rows=[2, 0, 1], owner=[0, 1, 0])
     runner = tiny_runner(target)

@@ -21,6 +21,7 @@ from tools.distill.batch_decoder import BatchDecoder
 from tools.distill.progress import Progress, say
 from tools.distill.prompts import Prompt, PromptBook
 from tools.distill.repetition import loop_start
+from tools.distill.runner_decoder import RunnerDecoder
 from tools.distill.sampler import Choice, Sampler
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import Answer, read_done, write_shard
@@ -51,12 +52,16 @@ class _Row:
 
 
 class BatchWriter:
-    """Keeps the rows of a `BatchDecoder` busy with jobs."""
+    """Keeps the rows of a decoder busy with jobs."""
 
     def __init__(
         self, model: LoadedModel, *, num_rows: int, num_slots: int, top_tokens: int, seed: int, device: str
     ) -> None:
-        self._decoder = BatchDecoder(model, num_rows=num_rows, num_slots=num_slots, device=device)
+        self._decoder: BatchDecoder | RunnerDecoder
+        if device == "cpu":
+            self._decoder = RunnerDecoder(model, num_rows=num_rows, num_slots=num_slots)
+        else:
+            self._decoder = BatchDecoder(model, num_rows=num_rows, num_slots=num_slots, device=device)
         self._sampler = Sampler(seed=seed, top_tokens=top_tokens, device=device)
         self._device = device
         self._num_slots = num_slots
