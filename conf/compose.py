@@ -1,10 +1,10 @@
-"""Composes the arguments of a command line into a `RunConfig`, with Hydra's compose API.
+"""Composes the arguments of a command line into a `RunConfig`.
 
     defaults of `conf.schema`  <  conf/GROUP/NAME.yaml  <  the named run conf/conf/NAME.yaml  <  key=value
 
-The compose API and not `@hydra.main`: no `outputs/` folder appears, paths stay relative to the caller, and
-every mistake comes out as one `ConfigError` that names the key. What may stand in a value, and which keys
-go together, is for `conf.check` to say. Knows nothing about prompts: the command line takes those out first.
+`conf.schema_file` does the composing; the names of keys, groups and runs are checked here before, and short
+forms filled in. What may stand in a value, and which keys go together, is for `conf.check` to say. Knows
+nothing about prompts: the command line takes those out first.
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from conf.errors import ConfigError, shown
 from conf.keys import GROUPS, all_keys
 from conf.schema import DraftKind, RunConfig
+from conf.schema_file import compose_schema, parse_arguments
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -43,12 +36,12 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
     Raises `ConfigError` for an unknown key, group file or named run, for a key given twice, and for a value
     of the wrong type.
     """
-    given = _parse(arguments)
+    given = parse_arguments(arguments, example="max_tokens=64")
     _check_names(given)
     paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
     if "model.path" in paths:
         _choose_custom_model(given)
-    config = _compose_with_hydra(given)
+    config = compose_schema(RunConfig, folder=_FOLDER, file="config", given=given)
     _set_paths(config, paths)
     _settle_draft(config, given={*given, *paths})
     return config
@@ -64,21 +57,6 @@ def description_of(group: str, name: str) -> str:
     lines = (_FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comments = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
     return " ".join(line for line in comments if not line.startswith("@package"))
-
-
-def _parse(arguments: Sequence[str]) -> dict[str, str]:
-    """Split `key=value` arguments. A key given twice is a slip: neither value can be meant to be lost."""
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator:
-            raise ConfigError(
-                f"'{shown(argument)}': expected key=value, for example max_tokens=64; --help lists the keys"
-            )
-        if key in given:
-            raise ConfigError(f"{shown(key)} is given twice, expected it once; leave one out")
-        given[key] = value
-    return given
 
 
 def _check_names(given: Mapping[str, str]) -> None:
@@ -120,49 +98,6 @@ def _same_last_part(key: str, candidates: Sequence[str]) -> list[str]:
 def _choose_custom_model(given: dict[str, str]) -> None:
     if given.setdefault("model", "custom") == "demo":
         raise ConfigError("model=demo and model.path exclude each other; leave out model=demo")
-
-
-def _compose_with_hydra(given: Mapping[str, str]) -> RunConfig:
-    # The store is Hydra's own registry, keyed by name: storing the same schema again changes nothing.
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    # Both names are Hydra's globals; a program that uses Hydra itself must get its own state back.
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(_FOLDER), version_base="1.3"):
-            composed = hydra.compose("config", [f"{key}={value}" for key, value in given.items()])
-        config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        # Hydra leaves to Python what is too long a number or too deep a list.
-        raise _in_our_words(error, given) from None
-    finally:
-        GlobalHydra.instance().hydra = outer
-    assert isinstance(config, RunConfig)
-    return config
-
-
-def _in_our_words(error: Exception, given: Mapping[str, str]) -> ConfigError:
-    """Name the key whose value was refused, and what it expects."""
-    keys = all_keys()
-    for cause in (error.__cause__, error):
-        key = getattr(cause, "full_key", None)
-        if key in keys and key in given:
-            return ConfigError(f"{key}={shown(given[key])}: expected {keys[key].expects}")
-    # Other errors carry no key: they quote the argument that they are about, or only a part of it.
-    for key, value in given.items():
-        if f"{key}={value}" in str(error) or _is_broken(f"{key}={value}"):
-            expects = keys[key].expects if key in keys else "the name of a file"
-            return ConfigError(f"{key}={shown(value)}: expected {expects}")
-    return ConfigError(shown(" ".join(str(error).split()), most=300))
-
-
-def _is_broken(argument: str) -> bool:
-    """Whether Hydra's grammar refuses this argument."""
-    try:
-        OverridesParser.create().parse_override(argument)
-    except (HydraException, ValueError, RecursionError):
-        return True
-    return False
 
 
 def _set_paths(config: RunConfig, paths: Mapping[str, str]) -> None:

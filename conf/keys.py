@@ -1,4 +1,4 @@
-"""Every key of a run's configuration, read off the dataclasses of `conf.schema`.
+"""Every key of a run's configuration, read off the dataclasses of `conf.schema`, or of another schema.
 
 One list serves the command line's help, the check of unknown keys and the text of type errors, so that
 the three cannot disagree with the schema or with one another.
@@ -38,10 +38,15 @@ class Key:
     """The docstring of the field, in one line; may be empty."""
 
 
-@cache
 def all_keys() -> dict[str, Key]:
-    """Every key that a user may set, by name, in the order of the schema."""
-    return {key.name: key for key in _keys_of(RunConfig, prefix="")}
+    """Every key of a run that a user may set, by name, in the order of the schema."""
+    return keys_of(RunConfig)
+
+
+@cache
+def keys_of(schema: type) -> dict[str, Key]:
+    """Every key of a dataclass that a user may set, by name, in its order; nested ones with a dot."""
+    return {key.name: key for key in _keys_of(schema, prefix="")}
 
 
 def _keys_of(schema: type, *, prefix: str) -> list[Key]:
@@ -56,6 +61,8 @@ def _keys_of(schema: type, *, prefix: str) -> list[Key]:
             keys.extend(_keys_of(annotation, prefix=name + "."))
         elif name not in _CHOSEN_BY_GROUP:
             default = field.default if field.default is not MISSING else None
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
             keys.append(
                 Key(
                     name=name,
@@ -90,6 +97,9 @@ def _in_words(annotation: Any) -> str:
         return " or ".join([*inner, "null"])
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.name for member in annotation)
+    if typing.get_origin(annotation) is list and annotation != list[int]:
+        (inner_type,) = typing.get_args(annotation)
+        return f"a list, each {_in_words(inner_type)}"
     words = {
         int: "a whole number",
         float: "a number",
@@ -107,4 +117,6 @@ def _as_typed(value: object) -> str:
         return str(value).lower()
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, list):
+        return f"[{','.join(_as_typed(part) for part in value)}]"
     return str(value)

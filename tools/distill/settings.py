@@ -1,23 +1,13 @@
-"""The keys of `python -m tools.distill`, and their composition with Hydra's compose API.
-
-Mistakes come out as one `ConfigError` that names the key; no `outputs/` folder appears.
-"""
+"""The keys of `python -m tools.distill`, and the rules that they must keep."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from conf.schema_file import check_known, compose_schema, parse_arguments
 from pipeline.errors import ConfigError
 
 _FOLDER = Path(__file__).resolve().parents[2] / "conf" / "distill"
@@ -47,10 +37,10 @@ class StoredDType(str, Enum):
 class DistillSettings:
     """All keys."""
 
-    target: str = MISSING
-    """`demo`, a Hugging Face id, a folder or a .gguf file."""
-    out: str = MISSING
-    """The draft's folder; replaced when the step `save` is done."""
+    target: str = ""
+    """Needed: `demo`, a Hugging Face id, a folder or a .gguf file."""
+    out: str = ""
+    """Needed: the draft's folder; replaced when the step `save` is done."""
     work: str | None = None
     """Shards and checkpoints, kept. None: OUT.work beside it."""
     steps: list[Step] = field(default_factory=lambda: list(Step))
@@ -121,47 +111,16 @@ class DistillSettings:
 
 def compose_settings(arguments: Sequence[str]) -> DistillSettings:
     """Compose `key=value` arguments. Raises `ConfigError`."""
-    given: dict[str, str] = {}
-    known = [entry.name for entry in fields(DistillSettings)]
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator:
-            raise ConfigError(f"{argument!r}: expected key=value, for example train_minutes=35")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"keys: {', '.join(known)}"
-            raise ConfigError(f"{key}={value}: there is no key {key!r}; {advice}")
-        given[key] = value
+    given = parse_arguments(arguments, example="train_minutes=35")
+    check_known(given, DistillSettings)
     paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
     for key in ("target", "out"):
         if not paths.get(key, "").strip():
             raise ConfigError(f"{key} is missing: expected target=demo|ID|FOLDER|FILE.gguf and out=FOLDER")
-    settings = _compose_with_hydra(given)
+    settings = compose_schema(DistillSettings, folder=_FOLDER, file="config", given=given)
     for key, value in paths.items():
         setattr(settings, key, value)
     _check(settings)
-    return settings
-
-
-def _compose_with_hydra(given: dict[str, str]) -> DistillSettings:
-    ConfigStore.instance().store(name="distill_schema", node=DistillSettings)
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(_FOLDER), version_base="1.3"):
-            composed = hydra.compose("config", [f"{key}={value}" for key, value in given.items()])
-        # Set afterwards, and OmegaConf refuses to convert what is missing.
-        composed.target = composed.out = ""
-        settings = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        cause = error.__cause__ or error
-        key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)
-        reason = " ".join(str(cause).split())
-        where = f"{key}={given[key]}: " if key in given else ""
-        raise ConfigError(f"{where}{reason}") from None
-    finally:
-        GlobalHydra.instance().hydra = outer
-    assert isinstance(settings, DistillSettings)
     return settings
 
 
