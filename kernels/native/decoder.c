@@ -126,10 +126,23 @@ static inline void score_4(const uint32_t *packed, const uint16_t *const key[4],
 #define MAX_DIM 256
 #define VALUE_BLOCK 64 /* dimensions of a value that are summed at once: four vectors a query */
 
+/* Which of the slots under a mask a block's queries see. bias: one row of 0 or -inf a slot, or NULL for a
+ * causal chain: the query in lane q sees tail slots 0 .. last_seen[q]. */
+typedef struct {
+    const float *bias;
+    int stride;
+    vi last_seen;
+} Visibility;
+
+static inline vf hide(vf score, const Visibility *seen, int tail_slot) {
+    if (seen->bias) return score + load_float(seen->bias + (size_t)tail_slot * seen->stride);
+    return select_float(seen->last_seen < tail_slot, splat(-__builtin_inff()), score);
+}
+
 /* One key/value head and up to 16 of its queries. */
 static void attend_block(const uint16_t *const query[LANES], uint16_t *const out[LANES], int num,
                          const uint16_t *keys, const uint16_t *values, const int64_t *physical, int length,
-                         int tail_start, const float *bias, int bias_stride, int dim, float scale) {
+                         int tail_start, const Visibility *seen, int dim, float scale) {
     /* 4 more slots than there are: the keys are read by fours. */
     float *scores = scratch((size_t)(length + 4) * LANES);
     _Alignas(64) uint32_t packed[MAX_DIM / 2 * LANES];
@@ -146,7 +159,7 @@ static void attend_block(const uint16_t *const query[LANES], uint16_t *const out
         score_4(packed, key, dim, four);
         for (int j = 0; j < 4 && slot + j < length; j++) {
             vf score = four[j] * splat(scale);
-            if (slot + j >= tail_start) score += load_float(bias + (size_t)(slot + j - tail_start) * bias_stride);
+            if (slot + j >= tail_start) score = hide(score, seen, slot + j - tail_start);
             top = max_float(score, top);
             store_float(scores + (size_t)(slot + j) * LANES, score);
         }
@@ -194,7 +207,8 @@ static void attend_block(const uint16_t *const query[LANES], uint16_t *const out
 /* Attention of one sequence's new rows over its cached slots, which hold the rows themselves already.
  * qkv: [rows, width], queries first. keys, values: [kv_heads, num_slots, dim] of one layer.
  * physical: [length] slot of each logical one. Logical slots from tail_start on are under
- * bias: [length - tail_start, bias_stride] with 0 or -inf at (slot, row * group + head in group).
+ * bias: [length - tail_start, bias_stride] with 0 or -inf at (slot, row * group + head in group), or, where it
+ * is NULL, are the rows themselves as a causal chain.
  * out: [rows, heads * dim]. */
 static void attend(const uint16_t *RESTRICT qkv, int width, const uint16_t *RESTRICT keys,
                 const uint16_t *RESTRICT values, const int64_t *RESTRICT physical, int length, int tail_start,
@@ -207,14 +221,18 @@ static void attend(const uint16_t *RESTRICT qkv, int width, const uint16_t *REST
             const uint16_t *query[LANES];
             uint16_t *result[LANES];
             int first = block * LANES, num = queries - first < LANES ? queries - first : LANES;
+            Visibility seen = {bias ? bias + first : NULL, bias_stride, {0}};
             for (int q = 0; q < num; q++) {
                 int row = (first + q) / group, member = (first + q) % group;
                 query[q] = qkv + (size_t)row * width + (size_t)(head * group + member) * dim;
                 result[q] = out + ((size_t)row * heads + head * group + member) * dim;
+                seen.last_seen[q] = row;
             }
+            /* What comes after a chain's last row in this block adds nothing to it. */
+            int needed = bias ? length : tail_start + (first + num - 1) / group + 1;
             attend_block(query, result, num, keys + (size_t)head * num_slots * dim,
-                         values + (size_t)head * num_slots * dim, physical, length, tail_start, bias + first,
-                         bias_stride, dim, scale);
+                         values + (size_t)head * num_slots * dim, physical, needed, tail_start, &seen, dim,
+                         scale);
         }
 }
 

@@ -12,12 +12,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from stages.model.batch import ForwardBatch, SequenceRows
+from stages.model.batch import ForwardBatch
 from stages.model.decoder import Decoder, DecoderLayer
 from stages.model.linear import Linear
 from stages.model.pages import KVCache
 
-MAX_SEQUENCE_ROWS = 64
+MAX_SEQUENCE_ROWS = 256
 """Rows of one request up to which this is the faster forward; a long prompt is quicker through PyTorch's
 attention, which makes matrix products of it."""
 _LANES = 16
@@ -84,7 +84,6 @@ class NativeDecoder:
         )
         self._layers = (_Layer * shape.num_layers)(*map(_layer, decoder.layers, cache.layers))
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
-        self._chain_bias: dict[int, Tensor] = {}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Run the rows and write their keys and values. Returns logits float32 [R, vocab]."""
@@ -97,11 +96,15 @@ class NativeDecoder:
         kept: list[Tensor] = []
         for place, sequence in zip(sequences, batch.sequences, strict=True):
             physical = sequence.kv.physical_list
-            bias, tail_start = self._bias(sequence)
-            kept.append(bias)
             place.first_row, place.num_rows = len(slots), sequence.num_rows
-            place.length, place.tail_start = sequence.prefix_len + sequence.tail_len, tail_start
-            place.bias_stride, place.bias = bias.shape[1], bias.data_ptr()
+            place.length = sequence.prefix_len + sequence.tail_len
+            if sequence.mask is None:
+                place.tail_start = place.length - sequence.num_rows
+            else:
+                bias = _spread(sequence.mask, self._group_size)
+                kept.append(bias)
+                place.tail_start = sequence.prefix_len
+                place.bias_stride, place.bias = bias.shape[1], bias.data_ptr()
             place.physical = sequence.kv.physical.data_ptr()
             slots += [physical[slot] for slot in sequence.write_slots]
         logit_rows = range(num_rows) if batch.logit_rows is None else batch.logit_rows
@@ -122,16 +125,6 @@ class NativeDecoder:
             torch.get_num_threads(),
         )
         return logits
-
-    def _bias(self, sequence: SequenceRows) -> tuple[Tensor, int]:
-        """float32 [slots under a mask, rows * group, padded], 0 or -inf; and the first of these slots."""
-        num_rows = sequence.num_rows
-        if sequence.mask is None:
-            if num_rows not in self._chain_bias:
-                mask = torch.ones(num_rows, num_rows, dtype=torch.bool).tril_()
-                self._chain_bias[num_rows] = _spread(mask, self._group_size)
-            return self._chain_bias[num_rows], sequence.prefix_len + sequence.tail_len - num_rows
-        return _spread(sequence.mask, self._group_size), sequence.prefix_len
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -154,7 +147,9 @@ def _layer(layer: DecoderLayer, cached: tuple[Tensor, Tensor]) -> _Layer:
 
 
 def _spread(mask: Tensor, group_size: int) -> Tensor:
-    """bool [rows, slots], True = may attend -> float32 [slots, rows * group, padded to whole vectors]."""
+    """A mask as the C function takes it.
+
+    bool [rows, slots], True = may attend -> float32 [slots, rows * group, padded to whole vectors]."""
     queries = mask.repeat_interleave(group_size, dim=0).t()
     padded = -(-queries.shape[1] // _LANES) * _LANES
     bias = torch.zeros(queries.shape[0], padded)

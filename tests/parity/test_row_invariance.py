@@ -121,15 +121,15 @@ def test_a_node_of_a_tree_is_what_its_path_is_alone(model: str) -> None:
 def test_a_long_prompt_and_many_short_ones_in_one_forward_are_what_they_are_alone() -> None:
     runner = _runner("tiny", CpuKernels.native)
     draw = random.Random(5)
-    tokens = [draw.randrange(runner.shape.vocab_size) for _ in range(200)]
+    tokens = [draw.randrange(runner.shape.vocab_size) for _ in range(400)]
     handles = [runner.kv.allocate(100) for _ in range(13)]
-    long = runner.kv.allocate(200)
+    long = runner.kv.allocate(400)
     expected = [_forward(runner, tokens, (handle, 0, 6)) for handle in handles]
-    expected.insert(5, _forward(runner, tokens, (long, 0, 120)))
+    expected.insert(5, _forward(runner, tokens, (long, 0, 300)))
     parts = [(handle, 0, 6) for handle in handles]
-    parts.insert(5, (long, 0, 120))
+    parts.insert(5, (long, 0, 300))
     assert torch.equal(_forward(runner, tokens, *parts), torch.cat(expected))
-    wanted = [3, 140, 31, 40]
+    wanted = [3, 320, 31, 40]
     together = runner.forward(
         ForwardBatch(
             token_ids=[tokens[i] for _, start, count in parts for i in range(start, start + count)],
