@@ -29,6 +29,15 @@ class CpuKernels(str, Enum):
     """PyTorch's."""
 
 
+class WeightFormat(str, Enum):
+    """What the matrices of a model are rounded to when it is loaded."""
+
+    dtype = "dtype"
+    """`model.dtype`."""
+    int8 = "int8"
+    """int8 with a scale a row, through the C kernels: half the memory to read for a step."""
+
+
 class DraftKind(str, Enum):
     """What guesses tokens."""
 
@@ -85,6 +94,8 @@ class ModelConfig:
     """Format the forward runs in, target and draft alike."""
     cpu_kernels: CpuKernels = CpuKernels.auto
     """What multiplies on a CPU: our C kernels (bfloat16, compiled on first use) or PyTorch's operators."""
+    weights: WeightFormat = WeightFormat.dtype
+    """Format of the target's matrices. int8 is a law of its own: exact, but not the bfloat16 model's."""
     max_context: int = 8192
     """Most tokens (prompt and output) of one request; cut to what the model supports."""
 
@@ -121,6 +132,8 @@ class DraftConfig:
     """For kind `model`: Hugging Face id, local folder, or .gguf file."""
     layers: int | None = None
     """For kind `layers`: how many of the target's first layers to keep."""
+    weights: WeightFormat = WeightFormat.int8
+    """Format of the draft's matrices; without the C kernels it is `model.dtype`. No answer depends on it."""
 
 
 @dataclass

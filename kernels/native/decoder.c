@@ -238,17 +238,17 @@ static void attend(const uint16_t *RESTRICT qkv, int width, const uint16_t *REST
 
 /* A model. The same for all its forwards. */
 typedef struct {
-    int32_t num_layers, hidden, heads, kv_heads, dim, inner, vocab;
+    int32_t num_layers, hidden, heads, kv_heads, dim, inner;
     float eps, scale;
-    const uint16_t *embed, *final_norm, *head, *cos, *sin;
+    const uint16_t *embed, *final_norm, *cos, *sin;
+    Matrix head;
     int64_t num_slots;
 } Model;
 
-/* Weights of a layer, matrices packed, biases and head norms maybe NULL; and its part of the cache. */
+/* Weights of a layer, head norms maybe NULL; and its part of the cache. */
 typedef struct {
     const uint16_t *input_norm, *post_norm, *q_norm, *k_norm;
-    const uint16_t *qkv, *o, *gate_up, *down;
-    const uint16_t *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
+    Matrix qkv, o, gate_up, down;
     uint16_t *keys, *values;
 } Layer;
 
@@ -265,7 +265,7 @@ int64_t ssd_scratch_size(const Model *m, int32_t rows) {
     return rows * (2 * (int64_t)m->hidden + width + (int64_t)m->heads * m->dim + 3 * (int64_t)m->inner);
 }
 
-/* Run rows through the model: token_ids, positions, slots (physical): [rows]; logits: [num_logit_rows, vocab]
+/* Run rows through the model: token_ids, positions, slots (physical): [rows]; logits: [num_logit_rows, vocabulary]
  * of the rows named. */
 void ssd_forward(const Model *m, const Layer *layers, const Sequence *sequences, int32_t num_sequences,
                  const int64_t *token_ids, const int64_t *positions, const int64_t *slots, int32_t rows,
@@ -279,28 +279,27 @@ void ssd_forward(const Model *m, const Layer *layers, const Sequence *sequences,
         memcpy(hidden + (size_t)t * size, m->embed + token_ids[t] * size, size * sizeof *hidden);
     for (const Layer *layer = layers; layer < layers + m->num_layers; layer++) {
         norm_rows(hidden, layer->input_norm, normed, rows, size, m->eps);
-        matmul(normed, rows, size, layer->qkv, layer->qkv_bias, width, qkv, TO_BF16, threads);
+        matmul(&layer->qkv, normed, rows, qkv, TO_BF16, threads);
         rotate_and_write(qkv, m->cos, m->sin, positions, slots, layer->keys, layer->values, layer->q_norm,
                          layer->k_norm, rows, m->heads, m->kv_heads, m->dim, m->num_slots, m->eps);
         for (const Sequence *s = sequences; s < sequences + num_sequences; s++)
             attend(qkv + (size_t)s->first_row * width, width, layer->keys, layer->values, s->physical, s->length,
                    s->tail_start, s->bias, s->bias_stride, attended + (size_t)s->first_row * attended_size,
                    s->num_rows, m->heads, m->kv_heads, m->dim, m->num_slots, m->scale, threads);
-        matmul(attended, rows, attended_size, layer->o, layer->o_bias, size, hidden, ADD_TO_BF16, threads);
+        matmul(&layer->o, attended, rows, hidden, ADD_TO_BF16, threads);
         norm_rows(hidden, layer->post_norm, normed, rows, size, m->eps);
-        matmul(normed, rows, size, layer->gate_up, layer->gate_up_bias, 2 * m->inner, gate_up, TO_BF16, threads);
+        matmul(&layer->gate_up, normed, rows, gate_up, TO_BF16, threads);
         gated_silu(gate_up, gated, rows, m->inner);
-        matmul(gated, rows, m->inner, layer->down, layer->down_bias, size, hidden, ADD_TO_BF16, threads);
+        matmul(&layer->down, gated, rows, hidden, ADD_TO_BF16, threads);
     }
     for (int r = 0; r < num_logit_rows; r++)
         norm_row(hidden + logit_rows[r] * size, m->final_norm, normed + (size_t)r * size, size, m->eps);
-    matmul(normed, num_logit_rows, size, m->head, NULL, m->vocab, logits, TO_FLOAT, threads);
+    matmul(&m->head, normed, num_logit_rows, logits, TO_FLOAT, threads);
 }
 
 /* out = x weight^T + bias, all bfloat16: for rows that do not go through `ssd_forward`. */
-void ssd_matmul(const uint16_t *x, int32_t rows, int32_t inputs, const uint16_t *packed, const uint16_t *bias,
-                int32_t outputs, uint16_t *out, int32_t threads) {
-    matmul(x, rows, inputs, packed, bias, outputs, out, TO_BF16, threads);
+void ssd_matmul(const Matrix *m, const uint16_t *x, int32_t rows, uint16_t *out, int32_t threads) {
+    matmul(m, x, rows, out, TO_BF16, threads);
 }
 
 /* Whether the matrix unit may be used: Linux asks for permission, once a process. 0 = yes. */

@@ -1,10 +1,10 @@
-/* Matrix products of a few bfloat16 rows with packed bfloat16 weights, accumulated in float32.
+/* Matrix products of a few bfloat16 rows with packed weights, bfloat16 or int8, accumulated in float32.
  *
  * For few rows the time is that of reading the weights once: they lie in the order in which they are read,
  * in blocks of 16 outputs, and several blocks are read side by side, which keeps more of the memory's
  * bandwidth busy than one stream does. With AMX up to 32 rows cost hardly more than one.
  *
- * Packed: [outputs / 16][inputs / 32][16 pairs of inputs][16 outputs][2], outputs padded with zeros.
+ * Packed: [outputs / 16][inputs / 32][16 pairs of inputs][16 outputs][2].
  */
 
 #ifndef SSD_MATMUL_H
@@ -20,6 +20,18 @@
 #define TILE 512     /* numbers in a tile of weights: 16 pairs x 16 outputs x 2 */
 #define ROW_GROUP 32 /* rows that share one reading of a block from the cache */
 #define MOST_BLOCKS 4
+
+/* A packed weight [outputs, inputs]: bfloat16, or int8 with a scale for each output. outputs: a multiple of 16,
+ * inputs: of 32. bias: [outputs] or NULL. */
+typedef struct {
+    const void *packed;
+    const float *scales; /* NULL: bfloat16 */
+    const uint16_t *bias;
+    int32_t outputs, inputs;
+} Matrix;
+
+/* Bytes of a block's tile: half for int8. */
+#define TILE_BYTES(m) ((m)->scales ? TILE : TILE * 2)
 
 /* What a product leaves for its user: sums[block][row][output] of up to 4 blocks and 32 rows. */
 typedef float Sums[MOST_BLOCKS][ROW_GROUP][LANES] __attribute__((aligned(64)));
@@ -53,40 +65,57 @@ static inline void configure_tiles(int rows) {
     _tile_loadconfig(&config);
 }
 
+/* A tile of int8 weights as bfloat16, which holds all of their 256 values. */
+static inline void widen_tile(const uint8_t *tile, uint16_t *out) {
+    for (int pair = 0; pair < 16; pair++) {
+        __m256i bytes = _mm256_load_si256((const __m256i *)(tile + pair * 32));
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+        _mm512_store_si512(out + pair * 32, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+/* The same tile of several blocks, ready to be loaded: in place, or widened into `room`. */
+static inline void ready_tiles(const Matrix *m, const uint8_t *const *block, int blocks, int step,
+                               uint16_t (*room)[TILE], const uint16_t **tile) {
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *at = block[b] + (size_t)step * TILE_BYTES(m);
+        if (m->scales) widen_tile(at, room[b]);
+        tile[b] = m->scales ? room[b] : (const uint16_t *)at;
+    }
+}
+
 /* Up to 16 rows and 4 blocks. */
-static inline void product_1x4(const uint16_t *x, int inputs, const uint16_t *const block[4], int blocks,
+static inline void product_1x4(const Matrix *m, const uint16_t *x, const uint8_t *const *block, int blocks,
                                Sums sums) {
+    _Alignas(64) uint16_t room[2][MOST_BLOCKS][TILE];
+    const uint16_t *tile[2][MOST_BLOCKS];
+    int steps = m->inputs / STEP;
+    size_t stride = (size_t)m->inputs * 2;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    size_t stride = (size_t)inputs * 2;
-    if (blocks == 4) {
-        for (int step = 0; step < inputs / STEP; step++) {
-            _tile_loadd(4, x + step * STEP, stride);
-            _tile_loadd(6, block[0] + step * TILE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, block[1] + step * TILE, 64);
+    ready_tiles(m, block, blocks, 0, room[0], tile[0]);
+    for (int step = 0; step < steps; step++) {
+        const uint16_t *const *now = tile[step & 1];
+        _tile_loadd(4, x + step * STEP, stride);
+        _tile_loadd(6, now[0], 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (blocks > 1) {
+            _tile_loadd(7, now[1], 64);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, block[2] + step * TILE, 64);
+        }
+        if (blocks > 2) {
+            _tile_loadd(6, now[2], 64);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, block[3] + step * TILE, 64);
+        }
+        if (blocks > 3) {
+            _tile_loadd(7, now[3], 64);
             _tile_dpbf16ps(3, 4, 7);
         }
-    } else {
-        for (int step = 0; step < inputs / STEP; step++) {
-            _tile_loadd(4, x + step * STEP, stride);
-            _tile_loadd(6, block[0] + step * TILE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            if (blocks > 1) {
-                _tile_loadd(7, block[1] + step * TILE, 64);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-            if (blocks > 2) {
-                _tile_loadd(6, block[2] + step * TILE, 64);
-                _tile_dpbf16ps(2, 4, 6);
-            }
-        }
+        if (step + 1 < steps)
+            ready_tiles(m, block, blocks, step + 1, room[(step + 1) & 1], tile[(step + 1) & 1]);
     }
     _tile_stored(0, sums[0], 64);
     if (blocks > 1) _tile_stored(1, sums[1], 64);
@@ -95,36 +124,47 @@ static inline void product_1x4(const uint16_t *x, int inputs, const uint16_t *co
 }
 
 /* 17 to 32 rows and 2 blocks. */
-static inline void product_2x2(const uint16_t *x, int inputs, const uint16_t *left, const uint16_t *right,
+static inline void product_2x2(const Matrix *m, const uint16_t *x, const uint8_t *const *block, int blocks,
                                float (*left_sums)[LANES], float (*right_sums)[LANES]) {
+    _Alignas(64) uint16_t room[2][MOST_BLOCKS][TILE];
+    const uint16_t *tile[2][MOST_BLOCKS];
+    int steps = m->inputs / STEP;
+    size_t stride = (size_t)m->inputs * 2;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    size_t stride = (size_t)inputs * 2;
-    for (int step = 0; step < inputs / STEP; step++) {
+    ready_tiles(m, block, blocks, 0, room[0], tile[0]);
+    for (int step = 0; step < steps; step++) {
+        const uint16_t *const *now = tile[step & 1];
         _tile_loadd(4, x + step * STEP, stride);
-        _tile_loadd(5, x + step * STEP + 16 * (size_t)inputs, stride);
-        _tile_loadd(6, left + step * TILE, 64);
+        _tile_loadd(5, x + step * STEP + 16 * (size_t)m->inputs, stride);
+        _tile_loadd(6, now[0], 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, right + step * TILE, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        if (blocks > 1) {
+            _tile_loadd(7, now[1], 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        if (step + 1 < steps)
+            ready_tiles(m, block, blocks, step + 1, room[(step + 1) & 1], tile[(step + 1) & 1]);
     }
     _tile_stored(0, left_sums, 64);
     _tile_stored(2, left_sums + 16, 64);
-    _tile_stored(1, right_sums, 64);
-    _tile_stored(3, right_sums + 16, 64);
+    if (blocks > 1) {
+        _tile_stored(1, right_sums, 64);
+        _tile_stored(3, right_sums + 16, 64);
+    }
 }
 
-static inline void product(const uint16_t *x, int rows, int inputs, const uint16_t *const block[4], int blocks,
-                           Sums sums) {
+static inline void product(const Matrix *m, const uint16_t *x, int rows, const uint8_t *const *block,
+                           int blocks, Sums sums) {
     if (rows <= 16) {
-        product_1x4(x, inputs, block, blocks, sums);
+        product_1x4(m, x, block, blocks, sums);
     } else {
-        product_2x2(x, inputs, block[0], block[blocks > 1 ? 1 : 0], sums[0], sums[1]);
-        if (blocks > 2) product_2x2(x, inputs, block[2], block[blocks > 3 ? 3 : 2], sums[2], sums[3]);
+        product_2x2(m, x, block, blocks < 2 ? blocks : 2, sums[0], sums[1]);
+        if (blocks > 2) product_2x2(m, x, block + 2, blocks - 2, sums[2], sums[3]);
     }
 }
 
@@ -147,17 +187,31 @@ static inline vf add_pair(vf sum, const uint16_t *weight, const uint16_t *x) {
 #endif
 }
 
-static inline void product(const uint16_t *x, int rows, int inputs, const uint16_t *const block[4], int blocks,
-                           Sums sums) {
+static inline void widen_pair(const uint8_t *weight, uint16_t *out) {
+    for (int i = 0; i < 2; i++) {
+        vb bytes;
+        memcpy(&bytes, weight + i * LANES, sizeof bytes);
+        store_narrow(out + i * LANES, __builtin_convertvector(bytes, vf));
+    }
+}
+
+static inline void product(const Matrix *m, const uint16_t *x, int rows, const uint8_t *const *block,
+                           int blocks, Sums sums) {
     for (int b = 0; b < blocks; b++)
         for (int first = 0; first < rows; first += 8) {
             vf part[8];
             int some = rows - first < 8 ? rows - first : 8;
             for (int r = 0; r < 8; r++) part[r] = splat(0.0f);
-            for (int pair = 0; pair < inputs / 2; pair++)
+            for (int pair = 0; pair < m->inputs / 2; pair++) {
+                uint16_t room[2 * LANES];
+                const uint16_t *weight = (const uint16_t *)block[b] + (size_t)pair * 2 * LANES;
+                if (m->scales) {
+                    widen_pair(block[b] + (size_t)pair * 2 * LANES, room);
+                    weight = room;
+                }
                 for (int r = 0; r < some; r++)
-                    part[r] = add_pair(part[r], block[b] + (size_t)pair * 2 * LANES,
-                                       x + (size_t)(first + r) * inputs + 2 * pair);
+                    part[r] = add_pair(part[r], weight, x + (size_t)(first + r) * m->inputs + 2 * pair);
+            }
             for (int r = 0; r < some; r++) store_float(sums[b][first + r], part[r]);
         }
 }
@@ -168,11 +222,10 @@ static inline void product(const uint16_t *x, int rows, int inputs, const uint16
 typedef enum { TO_BF16, ADD_TO_BF16, TO_FLOAT } Ending;
 
 /* out[t, n] = (+=, for ADD_TO_BF16) x[t] . weight[n] + bias[n], rounded to bfloat16 where it is formed.
- * x: [rows, inputs]. packed: of [outputs, inputs]. bias: [outputs] or NULL.
- * out: bfloat16 or float32 [rows, outputs]. inputs: a multiple of 32; outputs: of 16, or of 1 for TO_FLOAT. */
-static void matmul(const uint16_t *x, int rows, int inputs, const uint16_t *packed, const uint16_t *bias,
-                   int outputs, void *out, Ending ending, int threads) {
-    int num_blocks = (outputs + LANES - 1) / LANES, num_groups = (num_blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
+ * x: [rows, inputs]. out: bfloat16 or, for TO_FLOAT, float32 [rows, outputs]. */
+static void matmul(const Matrix *m, const uint16_t *x, int rows, void *out, Ending ending, int threads) {
+    int num_blocks = m->outputs / LANES, num_groups = (num_blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
+    size_t block_bytes = (size_t)m->inputs / STEP * TILE_BYTES(m);
     (void)threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -181,34 +234,32 @@ static void matmul(const uint16_t *x, int rows, int inputs, const uint16_t *pack
         for (int group = 0; group < num_groups; group++) {
             Sums sums;
             /* Far apart, so that each is a stream of its own: block j of a group lies j * num_groups on. */
-            const uint16_t *block[MOST_BLOCKS];
+            const uint8_t *block[MOST_BLOCKS];
             int number[MOST_BLOCKS], blocks = 0;
             for (int j = 0; j < MOST_BLOCKS; j++)
                 if (group + j * num_groups < num_blocks) {
                     number[blocks] = group + j * num_groups;
-                    block[blocks] = packed + (size_t)number[blocks] * LANES * inputs;
+                    block[blocks] = (const uint8_t *)m->packed + number[blocks] * block_bytes;
                     blocks++;
                 }
             for (int first = 0; first < rows; first += ROW_GROUP) {
                 int some = rows - first < ROW_GROUP ? rows - first : ROW_GROUP;
                 if (configured != some) configure_tiles(configured = some);
-                product(x + (size_t)first * inputs, some, inputs, block, blocks, sums);
+                product(m, x + (size_t)first * m->inputs, some, block, blocks, sums);
                 for (int b = 0; b < blocks; b++)
                     for (int r = 0; r < some; r++) {
                         int place = number[b] * LANES;
-                        size_t at = (size_t)(first + r) * outputs + place;
+                        size_t at = (size_t)(first + r) * m->outputs + place;
                         vf y = load_float(sums[b][r]);
-                        if (bias) y += widen(bias + place);
+                        if (m->scales) y *= load_float(m->scales + place);
+                        if (m->bias) y += widen(m->bias + place);
                         if (ending == TO_BF16) {
                             store_narrow((uint16_t *)out + at, y);
                         } else if (ending == ADD_TO_BF16) {
                             uint16_t *old = (uint16_t *)out + at;
                             store_narrow(old, widen(old) + round_bf16(y));
-                        } else if (place + LANES <= outputs) {
-                            store_float((float *)out + at, round_bf16(y));
                         } else {
-                            vf rounded = round_bf16(y);
-                            memcpy((float *)out + at, &rounded, (outputs - place) * sizeof(float));
+                            store_float((float *)out + at, round_bf16(y));
                         }
                     }
             }

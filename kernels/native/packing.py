@@ -8,6 +8,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from kernels.quantise import quantise_rows
+
 _OUTPUTS, _INPUTS = 16, 32
 _CHUNK_BYTES = 64 << 20
 _LARGE_PAGE_BYTES = 2 << 20
@@ -24,9 +26,9 @@ class Arena:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialised bfloat16 memory, aligned to 64 bytes."""
-        num_bytes = 2 * torch.Size(shape).numel()
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory, aligned to 64 bytes."""
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
         if self._used + num_bytes > len(self._chunk):
             size = -(-max(num_bytes, _CHUNK_BYTES) // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,7 +38,58 @@ class Arena:
             self._used = 0
         part = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // 64) * 64
-        return part.view(torch.bfloat16).view(shape)
+        return part.view(dtype).view(shape)
+
+
+class CMatrix(ctypes.Structure):
+    """`Matrix` of `matmul.h`."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+    ]
+
+
+class PackedMatrix:
+    """A weight [out, in] in the layout of `matmul.h`, with its bias; bfloat16, or int8 with a scale a row."""
+
+    __slots__ = ("_bias", "_packed", "_scales", "c_matrix")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena, *, is_int8: bool = False) -> None:
+        """weight, bias: bfloat16; `can_pack` says which weights will do."""
+        assert can_pack(weight), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
+        outputs, inputs = weight.shape
+        self._scales: Tensor | None = None
+        if is_int8:
+            weight, self._scales = quantise_rows(weight)
+        shape = (outputs // _OUTPUTS, inputs // _INPUTS, _INPUTS // 2, _OUTPUTS, 2)
+        blocks = weight.view(outputs // _OUTPUTS, _OUTPUTS, inputs // _INPUTS, _INPUTS // 2, 2)
+        self._packed = arena.take(shape, weight.dtype)
+        self._packed.copy_(blocks.permute(0, 2, 3, 1, 4))
+        self._bias = None if bias is None else bias.contiguous()
+        self.c_matrix = CMatrix(
+            packed=self._packed.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
+        )
+
+    def multiply(self, library: ctypes.CDLL, rows: Tensor, *, threads: int) -> Tensor:
+        """bfloat16 rows [T, in] -> bfloat16 [T, out]."""
+        rows = rows.contiguous()
+        out = rows.new_empty(rows.shape[0], self.c_matrix.outputs)
+        library.ssd_matmul(
+            ctypes.byref(self.c_matrix),
+            ctypes.c_void_p(rows.data_ptr()),
+            rows.shape[0],
+            ctypes.c_void_p(out.data_ptr()),
+            threads,
+        )
+        return out
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -44,34 +97,3 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.dtype == torch.bfloat16 and weight.shape[0] % _OUTPUTS == 0 and weight.shape[1] % _INPUTS == 0
     )
-
-
-def pack(weight: Tensor, arena: Arena) -> Tensor:
-    """bfloat16 [out, in] -> [out / 16, in / 32, 16, 16, 2], the layout of `matmul.h`."""
-    assert can_pack(weight), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
-    outputs, inputs = weight.shape
-    shape = (outputs // _OUTPUTS, inputs // _INPUTS, _INPUTS // 2, _OUTPUTS, 2)
-    blocks = weight.view(outputs // _OUTPUTS, _OUTPUTS, inputs // _INPUTS, _INPUTS // 2, 2)
-    packed = arena.take(shape)
-    packed.copy_(blocks.permute(0, 2, 3, 1, 4))
-    return packed
-
-
-def multiply(
-    library: ctypes.CDLL, rows: Tensor, packed: Tensor, bias: Tensor | None, *, threads: int
-) -> Tensor:
-    """bfloat16 rows [T, in] times a packed weight, plus bias [out]: bfloat16 [T, out]."""
-    rows = rows.contiguous()
-    outputs = packed.shape[0] * _OUTPUTS
-    out = rows.new_empty(rows.shape[0], outputs)
-    library.ssd_matmul(
-        ctypes.c_void_p(rows.data_ptr()),
-        rows.shape[0],
-        rows.shape[1],
-        ctypes.c_void_p(packed.data_ptr()),
-        None if bias is None else ctypes.c_void_p(bias.data_ptr()),
-        outputs,
-        ctypes.c_void_p(out.data_ptr()),
-        threads,
-    )
-    return out

@@ -84,4 +84,5 @@ def _make_runner(
         slots_per_request=longest + max_nodes,
         page_size=config.placement.page_size,
         cpu_kernels=config.model.cpu_kernels,
+        weight_format=config.speculation.draft.weights,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from conf.schema import CpuKernels
+from conf.schema import CpuKernels, WeightFormat
 from kernels.native.build import NativeUnavailableError, load_native
 from kernels.native.packing import Arena, can_pack
 from pipeline.errors import ConfigError
@@ -26,28 +26,44 @@ class NativeKernels:
     """The C library, and the memory that one model's packed weights are put in."""
 
     library: ctypes.CDLL
+    is_int8: bool = False
+    """Matrices are rounded to int8 with a scale a row when they are packed."""
     arena: Arena = field(default_factory=Arena)
 
 
-def choose_kernels(choice: CpuKernels, shape: ModelShape, weights: ModelWeights) -> NativeKernels | None:
+def choose_kernels(
+    choice: CpuKernels,
+    shape: ModelShape,
+    weights: ModelWeights,
+    *,
+    weight_format: WeightFormat = WeightFormat.dtype,
+    is_format_binding: bool = False,
+) -> NativeKernels | None:
     """The C kernels for this model, or None for PyTorch's operators.
 
-    Raises `ConfigError` if the C kernels were asked for and cannot be had.
+    weight_format: int8 needs the C kernels; without them it is left aside, unless it is binding.
+    Raises `ConfigError` if the C kernels are needed and cannot be had.
     """
+    needed = "model.cpu_kernels=native" if choice is CpuKernels.native else None
+    if is_format_binding and weight_format is WeightFormat.int8:
+        needed = "model.weights=int8"
+        if choice is CpuKernels.torch:
+            raise ConfigError(f"{needed}: only the C kernels read int8; set model.cpu_kernels=auto")
     if choice is CpuKernels.torch:
         return None
     reason = _why_not(shape, weights)
     if reason is None:
         try:
-            return NativeKernels(load_native(cache_folder=cache_root()))
+            library = load_native(cache_folder=cache_root())
+            return NativeKernels(library, is_int8=weight_format is WeightFormat.int8)
         except NativeUnavailableError as error:
             reason = str(error)
-            if choice is CpuKernels.auto:
+            if needed is None:
                 _log.warning(
                     "the C kernels are not used, PyTorch's operators are (about half as fast): %s", reason
                 )
-    if choice is CpuKernels.native:
-        raise ConfigError(f"model.cpu_kernels=native: {reason}; or set model.cpu_kernels=auto")
+    if needed is not None:
+        raise ConfigError(f"{needed}: {reason}; or leave {needed.split('=')[0]} out")
     return None
 
 

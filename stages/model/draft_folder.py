@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.quantise import quantise_rows
 from pipeline.errors import ConfigError
 from stages.model.draft_card import FORMAT_VERSION, DraftCard, read_card
 from stages.model.shape import ModelShape, read_shape
@@ -112,13 +113,6 @@ def save_draft_folder(
             stored[name] = tensor.detach().to("cpu", torch.float32).contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and float32 scale [out]; int8 * scale is off by half a scale at most."""
-    values = matrix.to(torch.float32)
-    scale = values.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / 127
-    return (values / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _check_fit(folder: Path, shape: ModelShape, card: DraftCard, target_folder: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.native.packing import multiply, pack
+from kernels.native.packing import CMatrix, PackedMatrix
 from stages.model.cpu_kernels import NativeKernels
 from stages.model.weights import Affine
 
@@ -19,17 +19,18 @@ class Linear:
     of rows, and gives each the same result beside any others.
     """
 
-    __slots__ = ("_kernels", "_packed", "_weight", "bias", "num_outputs")
+    __slots__ = ("_bias", "_kernels", "_native", "_packed", "_weight", "num_outputs")
 
     def __init__(self, affine: Affine, kernels: NativeKernels | None = None) -> None:
         weight = affine.weight
-        self.bias = affine.bias
+        self._bias = affine.bias
         self.num_outputs = weight.shape[0]
         self._kernels = kernels
+        self._native: PackedMatrix | None = None
         self._packed: Tensor | None = None
         self._weight: Tensor | None = weight
         if kernels is not None:
-            self._packed = pack(weight, kernels.arena)
+            self._native = PackedMatrix(weight, affine.bias, kernels.arena, is_int8=kernels.is_int8)
             self._weight = None
         elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_packed_bfloat16():
             # The hint is a row count; 1 was as fast as any other for 1 to 32 rows.
@@ -38,22 +39,20 @@ class Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        if self._packed is None:
-            assert self._weight is not None
-            return F.linear(rows, self._weight, self.bias)
-        if self._kernels is not None:
-            return multiply(
-                self._kernels.library, rows, self._packed, self.bias, threads=torch.get_num_threads()
-            )
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return out
+        if self._native is not None:
+            assert self._kernels is not None
+            return self._native.multiply(self._kernels.library, rows, threads=torch.get_num_threads())
+        if self._packed is not None:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+            return out
+        assert self._weight is not None
+        return F.linear(rows, self._weight, self._bias)
 
     @property
-    def packed(self) -> Tensor:
-        """The weight in the layout of the C kernels."""
-        assert self._kernels is not None, "not packed for the C kernels"
-        assert self._packed is not None
-        return self._packed
+    def c_matrix(self) -> CMatrix:
+        """The weight as the C kernels take it."""
+        assert self._native is not None, "not packed for the C kernels"
+        return self._native.c_matrix
 
 
 def has_packed_bfloat16() -> bool:

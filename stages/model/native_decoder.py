@@ -12,9 +12,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kernels.native.packing import CMatrix
 from stages.model.batch import ForwardBatch
 from stages.model.decoder import Decoder, DecoderLayer
-from stages.model.linear import Linear
 from stages.model.pages import KVCache
 
 MAX_SEQUENCE_ROWS = 256
@@ -26,22 +26,20 @@ _LANES = 16
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim", "inner")),
-        ("vocab", ctypes.c_int32),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("embed", "final_norm", "head", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("embed", "final_norm", "cos", "sin")),
+        ("head", CMatrix),
         ("num_slots", ctypes.c_int64),
     ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            "input_norm", "post_norm", "q_norm", "k_norm", "qkv", "o", "gate_up", "down",
-            "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "keys", "values",
-        )
-    ]  # fmt: skip
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, CMatrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+    ]
 
 
 class _Sequence(ctypes.Structure):
@@ -72,12 +70,11 @@ class NativeDecoder:
             kv_heads=shape.num_kv_heads,
             dim=shape.head_dim,
             inner=shape.intermediate_size,
-            vocab=decoder.head_size,
             eps=shape.rms_norm_eps,
             scale=shape.head_dim**-0.5,
             embed=_address(decoder.embed),
             final_norm=_address(decoder.final_norm),
-            head=_address(decoder.head.packed),
+            head=decoder.head.c_matrix,
             cos=_address(decoder.cos),
             sin=_address(decoder.sin),
             num_slots=cache.storage.shape[3],
@@ -108,7 +105,7 @@ class NativeDecoder:
             place.physical = sequence.kv.physical.data_ptr()
             slots += [physical[slot] for slot in sequence.write_slots]
         logit_rows = range(num_rows) if batch.logit_rows is None else batch.logit_rows
-        logits = torch.empty(len(logit_rows), self._model.vocab)
+        logits = torch.empty(len(logit_rows), self._decoder.head_size)
         self._library.ssd_forward(
             ctypes.byref(self._model),
             self._layers,
@@ -136,14 +133,18 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _layer(layer: DecoderLayer, cached: tuple[Tensor, Tensor]) -> _Layer:
-    addresses = {
-        name: _address(getattr(layer, name)) for name in ("input_norm", "post_norm", "q_norm", "k_norm")
-    }
-    for name in ("qkv", "o", "gate_up", "down"):
-        linear: Linear = getattr(layer, name)
-        addresses[name] = _address(linear.packed)
-        addresses[f"{name}_bias"] = _address(linear.bias)
-    return _Layer(keys=_address(cached[0]), values=_address(cached[1]), **addresses)
+    return _Layer(
+        input_norm=_address(layer.input_norm),
+        post_norm=_address(layer.post_norm),
+        q_norm=_address(layer.q_norm),
+        k_norm=_address(layer.k_norm),
+        qkv=layer.qkv.c_matrix,
+        o=layer.o.c_matrix,
+        gate_up=layer.gate_up.c_matrix,
+        down=layer.down.c_matrix,
+        keys=_address(cached[0]),
+        values=_address(cached[1]),
+    )
 
 
 def _spread(mask: Tensor, group_size: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from conf.schema import CpuKernels
+from conf.schema import CpuKernels, WeightFormat
 from kernels.attention import plan_visibility
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.cpu_kernels import choose_kernels
@@ -28,9 +28,12 @@ class ModelRunner:
         page_size: int,
         dtype: torch.dtype,
         cpu_kernels: CpuKernels = CpuKernels.auto,
+        weight_format: WeightFormat = WeightFormat.dtype,
+        is_format_binding: bool = False,
     ) -> None:
         """num_slots: KV slots of all requests together. dtype: that of the weights.
 
+        weight_format, is_format_binding: see `choose_kernels`.
         Raises `ConfigError` where `cpu_kernels` or the memory cannot be had.
         """
         assert weights.embed.dtype == dtype, f"weights are {weights.embed.dtype}, expected {dtype}"
@@ -41,7 +44,13 @@ class ModelRunner:
         self._device = device
         # No request can be at a position beyond its slots.
         self._num_positions = min(shape.max_position, self.kv.num_pages * page_size)
-        kernels = choose_kernels(cpu_kernels, shape, weights)
+        kernels = choose_kernels(
+            cpu_kernels,
+            shape,
+            weights,
+            weight_format=weight_format,
+            is_format_binding=is_format_binding,
+        )
         self._decoder = Decoder(
             shape=shape, weights=weights, dtype=dtype, num_positions=self._num_positions, kernels=kernels
         )
@@ -56,6 +65,8 @@ class ModelRunner:
         slots_per_request: int,
         page_size: int,
         cpu_kernels: CpuKernels = CpuKernels.auto,
+        weight_format: WeightFormat = WeightFormat.dtype,
+        is_format_binding: bool = False,
     ) -> ModelRunner:
         """A runner whose KV cache holds `num_requests` requests of `slots_per_request` slots at once."""
         pages_per_request = -(-slots_per_request // page_size)
@@ -66,6 +77,8 @@ class ModelRunner:
             page_size=page_size,
             dtype=model.weights.embed.dtype,
             cpu_kernels=cpu_kernels,
+            weight_format=weight_format,
+            is_format_binding=is_format_binding,
         )
 
     @torch.inference_mode()

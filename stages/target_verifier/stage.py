@@ -79,6 +79,8 @@ class TargetVerifier(Stage):
             slots_per_request=self._max_context + self._max_nodes,
             page_size=config.placement.page_size,
             cpu_kernels=config.model.cpu_kernels,
+            weight_format=config.model.weights,
+            is_format_binding=True,
         )
         self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
         self._model = None  # the runner keeps packed copies of the weights

@@ -12,7 +12,8 @@ import torch
 from conf.schema import CpuKernels
 from kernels.native import build
 from kernels.native.build import NativeUnavailableError, load_native
-from kernels.native.packing import Arena, multiply, pack
+from kernels.native.packing import Arena, PackedMatrix
+from kernels.quantise import quantise_rows
 from pipeline.errors import ConfigError
 from stages.model import cpu_kernels
 from stages.model.batch import ForwardBatch, SequenceRows
@@ -86,23 +87,27 @@ def _widened(model: LoadedModel) -> LoadedModel:
 @needs_native
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("outputs", [16, 48, 272])
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("flags", [(), ("-DSSD_NO_AMX",), ("-DSSD_NO_AMX", "-mno-avx512bf16")])
 def test_products_are_rounded_sums_with_every_instruction_set(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, outputs: int, flags: tuple[str, ...]
+    tmp_path_factory: pytest.TempPathFactory, rows: int, outputs: int, is_int8: bool, flags: tuple[str, ...]
 ) -> None:
     library = load_native(cache_folder=Path(tmp_path_factory.getbasetemp()) / "kernels", flags=flags)
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(outputs, 96, generator=generator).bfloat16()
     x = torch.randn(rows, 96, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16()
-    packed = pack(weight, Arena())
-    result = multiply(library, x, packed, bias, threads=1)
+    packed = PackedMatrix(weight, bias, Arena(), is_int8=is_int8)
+    if is_int8:
+        values, scales = quantise_rows(weight)
+        weight = values.double() * scales[:, None]
+    result = packed.multiply(library, x, threads=1)
     exact = x.double() @ weight.double().T + bias.double()
     # Half a unit in the last of eight bits, and a little for float32 sums.
     assert ((result.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
     for row in range(rows):
-        assert torch.equal(multiply(library, x[row : row + 1], packed, bias, threads=1)[0], result[row])
-    assert torch.equal(multiply(library, x, packed, bias, threads=2), result)
+        assert torch.equal(packed.multiply(library, x[row : row + 1], threads=1)[0], result[row])
+    assert torch.equal(packed.multiply(library, x, threads=2), result)
 
 
 @needs_native
@@ -138,7 +143,9 @@ def test_kernels_that_were_asked_for_and_cannot_be_had_are_an_error(
 ) -> None:
     _without_compiler(monkeypatch, tmp_path)
     model = random_model(_shape("llama"), seed=3, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"model.cpu_kernels=native: there is no C compiler.*=auto"):
+    with pytest.raises(
+        ConfigError, match=r"model.cpu_kernels=native: there is no C compiler.*leave model.cpu_kernels out"
+    ):
         cpu_kernels.choose_kernels(CpuKernels.native, model.shape, model.weights)
     wrong = random_model(_shape("llama"), seed=3, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"expected model.dtype=bfloat16, got float32"):

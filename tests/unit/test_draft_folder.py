@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.schema import DraftKind, DType
+from kernels.quantise import quantise_rows
 from pipeline.errors import ConfigError
 from pipeline.messages import BeginDraft, Sampling
 from pipeline.model_source import resolve_models
@@ -23,7 +24,6 @@ from stages.draft_speculator.model_draft import ModelDraft
 from stages.model.draft_card import is_draft_folder
 from stages.model.draft_folder import (
     load_draft_folder,
-    quantise_rows,
     save_draft_folder,
 )
 from stages.model.shape import ModelShape

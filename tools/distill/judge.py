@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.noise import gumbel_noise
+from kernels.quantise import quantise_rows
 from pipeline.errors import ConfigError
-from stages.model.draft_folder import quantise_rows
 from tools.distill.batches import padded
 from tools.distill.draft_network import HEAD_NAME, DraftNetwork, initial_tensors
 from tools.distill.head_vocabulary import read_vocabulary
