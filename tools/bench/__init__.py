@@ -1,0 +1,1 @@
+"""`python -m tools.bench`: measures systems in turns, on the same prompts. See `tools.bench.command`."""

@@ -1,0 +1,78 @@
+"""The command from top to bottom: settings, plan, answers, figures, report.
+
+The table goes to stdout, everything else to stderr. Exit status: 0 even if a peer was skipped or a system
+failed, which the table says; 1 if no system has figures; 2 for a mistake in the arguments or files; 130 for
+Ctrl-C, after which the same command goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from conf.compose import options_of
+from conf.keys import keys_of
+from pipeline.errors import ConfigError, EngineError
+from tools.bench.entries import PEER_KEYS
+from tools.bench.figures import all_figures
+from tools.bench.journal import Journal
+from tools.bench.plan import make_plan
+from tools.bench.protocol import WorkerSpec
+from tools.bench.report import markdown, results, write_files
+from tools.bench.runner import Runner, Worker
+from tools.bench.settings import BenchSettings, compose_settings
+from tools.bench.worker_process import WorkerProcess
+from tools.distill.progress import say
+
+
+def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess) -> int:
+    """The command."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else 2
+    try:
+        return run(compose_settings(arguments), open_worker=open_worker)
+    except ConfigError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        return 130
+
+
+def run(settings: BenchSettings, *, open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess) -> int:
+    """Measure and report. Returns the exit status. Raises `ConfigError`."""
+    folder = Path(settings.out)
+    plan = make_plan(settings)
+    identity = plan.identity()
+    may_differ = ("source",) if settings.mix_sources else ()
+    with Journal(folder, identity, may_differ=may_differ) as journal:
+        load_before = os.getloadavg()
+        outcomes = Runner(plan, journal, source=identity["source"], open_worker=open_worker).run()
+        about = {
+            "machine": identity["machine"],
+            "versions": identity["versions"],
+            "load_average": [f"{load:.2f}" for load in (load_before[0], os.getloadavg()[0])],
+        }
+        figures = all_figures(plan, journal)
+        table = markdown(plan, figures, outcomes, journal, about)
+        write_files(folder, table, results(plan, figures, outcomes, journal, about))
+    print(table, end="")
+    return 0 if figures else 1
+
+
+def _usage() -> str:
+    lines = [
+        "usage: python -m tools.bench out=FOLDER [key=value...]",
+        "",
+        f"our systems: {', '.join(options_of('conf'))}; peers: {', '.join(PEER_KEYS)}",
+        "",
+    ]
+    for key in keys_of(BenchSettings).values():
+        lines += [f"{key.name}={key.default}  ({key.expects})", f"    {key.description}"]
+    return "\n".join(lines)

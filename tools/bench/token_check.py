@@ -1,0 +1,89 @@
+"""Whether a system said what the baseline said: a speed means nothing for other tokens.
+
+Our systems are exact, so theirs must be equal: in every number format, and when sampled, as all of them draw
+the same noise. A peer's must be equal where both sides compute in float32 or better and choose greedily. In
+bfloat16 it rounds otherwise, llama.cpp has formats of its own, and a peer's noise is another: there equality
+is counted, or not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from conf.schema import DType
+from tools.bench.entries import Entry
+from tools.bench.journal import Row
+
+PromptKey = tuple[str, int]
+"""Set and place in it."""
+
+
+class Rule(str, Enum):
+    """What is expected of a system's tokens."""
+
+    must_match = "must_match"
+    may_differ = "may_differ"
+    own_noise = "own_noise"
+    """Sampled with other noise: not comparable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCheck:
+    """The comparison of one system's answers with the baseline's."""
+
+    rule: Rule
+    num_answers: int
+    num_compared: int
+    """Answers to prompts that the baseline answered too."""
+    num_different: int
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the system's speed must not be shown."""
+        return self.rule is Rule.must_match and self.num_different > 0
+
+    def __str__(self) -> str:
+        if self.is_refused:
+            return f"refused: {self.num_different} of {self.num_compared} answers differ"
+        if self.rule is Rule.own_noise:
+            return "not compared: other noise"
+        if self.num_compared == 0:
+            return "not compared: no answers of the baseline"
+        text = f"{self.num_compared - self.num_different} of {self.num_compared} identical"
+        left = self.num_answers - self.num_compared
+        return f"{text}, {left} not compared" if left else text
+
+
+def rule_between(entry: Entry, baseline: Entry, *, dtype: DType, temperature: float) -> Rule:
+    """What is expected of the answers of `entry`."""
+    peers = [one.name for one in (entry, baseline) if not one.is_ours]
+    if not peers:
+        return Rule.must_match
+    if temperature > 0:
+        return Rule.own_noise
+    is_exact = dtype is not DType.bfloat16 and "llama_cpp" not in peers
+    return Rule.must_match if is_exact else Rule.may_differ
+
+
+def reference_tokens(baseline_rows: Iterable[Row]) -> dict[PromptKey, list[int]]:
+    """The baseline's ids for each prompt, of its first repeat."""
+    tokens: dict[PromptKey, list[int]] = {}
+    for row in sorted(baseline_rows, key=lambda row: row.repeat):
+        tokens.setdefault((row.set_name, row.index), row.answer.token_ids)
+    return tokens
+
+
+def check_tokens(rows: Iterable[Row], reference: Mapping[PromptKey, list[int]], rule: Rule) -> TokenCheck:
+    """Compare every answer, repeats included."""
+    num_answers = num_compared = num_different = 0
+    for row in rows:
+        num_answers += 1
+        expected = reference.get((row.set_name, row.index))
+        if expected is not None:
+            num_compared += 1
+            num_different += row.answer.token_ids != expected
+    return TokenCheck(
+        rule=rule, num_answers=num_answers, num_compared=num_compared, num_different=num_different
+    )
