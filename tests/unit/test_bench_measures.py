@@ -158,5 +158,5 @@ def test_tokens_are_compared_answer_by_answer_with_the_baselines_first() -> None
     assert not counted.is_refused
     assert str(counted) == "2 of 3 identical, 1 not compared"
     assert str(check_tokens(rows[:1], reference, Rule.must_match)) == "1 of 1 identical"
-    assert str(check_tokens(rows, {}, Rule.must_match)) == "not compared: no answers of the baseline"
+    assert str(check_tokens(rows, {}, Rule.must_match)) == "not compared: no answers to compare with"
     assert str(check_tokens(rows, reference, Rule.own_noise)) == "not compared: other noise"

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from conf.schema import WeightFormat
 from pipeline.errors import ConfigError
 from tests.bench_plans import FakeWorkers, Reply, lost, make_answer, make_metrics, make_plan
 from tools.bench.figures import ALL_SETS, Figures, all_figures
 from tools.bench.journal import FILE_NAME, Journal
 from tools.bench.plan import Plan
-from tools.bench.protocol import Answer, Question
+from tools.bench.protocol import Answer, EngineSpec, Question
 from tools.bench.report import markdown, results, write_files
 from tools.bench.runner import Outcome, Runner, State
 
@@ -135,6 +136,25 @@ def test_a_speed_is_refused_when_tokens_of_ours_differ(tmp_path: Path) -> None:
     assert table_rows(tmp_path)["saguaro"]["tokens/s"] == "2.0"
 
 
+def test_another_law_is_compared_with_its_own_plain_decoding(tmp_path: Path) -> None:
+    int8 = "+model.weights=int8"
+    plan = make_plan(f"autoregressive,saguaro,p8=autoregressive{int8},s8=saguaro{int8}", repeats=1)
+    for system in plan.systems[2:]:
+        assert isinstance(system.spec, EngineSpec)
+        system.spec.config.model.weights = WeightFormat.int8
+    _, _, figures = run(tmp_path, plan, {"p8": other_tokens, "s8": other_tokens})
+    assert str(figures["saguaro"].tokens) == "2 of 2 identical"
+    assert str(figures["p8"].tokens) == str(figures["s8"].tokens) == "2 of 2 identical (p8)"
+    assert figures["s8"].ratio is not None  # to the baseline, as everybody's
+    _, _, figures = run(tmp_path / "again", plan, {"p8": other_tokens})
+    assert str(figures["s8"].tokens) == "refused: 1 of 2 answers differ (p8)"
+    alone = make_plan(f"autoregressive,s8=saguaro{int8}", repeats=1)
+    assert isinstance(alone.systems[1].spec, EngineSpec)
+    alone.systems[1].spec.config.model.weights = WeightFormat.int8
+    _, _, figures = run(tmp_path / "alone", alone, {"s8": other_tokens})
+    assert str(figures["s8"].tokens) == "not compared: no answers to compare with"
+
+
 @pytest.mark.parametrize(
     ("dtype", "speed", "tokens"),
     [("bfloat16", "2.0", "2 of 4 identical"), ("float32", "-", "refused: 2 of 4 answers differ")],
@@ -173,7 +193,7 @@ def test_a_lost_baseline_leaves_speeds_and_says_that_tokens_were_not_compared(tm
     run(tmp_path, plan, {"autoregressive": lost("no answer within 1 s", at_call=1)})
     row = table_rows(tmp_path)["ssd"]
     assert (row["tokens/s"], row["over autoregressive"]) == ("2.0", "-")
-    assert row["tokens"] == "not compared: no answers of the baseline"
+    assert row["tokens"] == "not compared: no answers to compare with"
 
 
 def test_a_peer_that_is_not_here_is_skipped_with_its_reason(tmp_path: Path) -> None:

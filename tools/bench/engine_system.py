@@ -65,7 +65,8 @@ def describe(config: RunConfig) -> str:
     cores = plan_cores(config.placement, usable_cores())
     speculation = config.speculation
     parts = [
-        f"{config.model.dtype.value}, cpu_kernels={config.model.cpu_kernels.value}",
+        f"{config.model.dtype.value}, cpu_kernels={config.model.cpu_kernels.value}, "
+        f"weights={config.model.weights.value}",
         f"{config.placement.name}: target on cores {list(cores.target)}, the rest on {list(cores.draft)}",
     ]
     draft = speculation.draft

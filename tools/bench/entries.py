@@ -26,7 +26,7 @@ PEER_KEYS: Mapping[str, tuple[str, ...]] = {
     "llama_cpp": ("llama_format",),
 }
 """The peers, and which keys of the bench an entry may give them otherwise."""
-_OWN_KEYS = ("speculation", "speculation.", "model.cpu_kernels", "placement.page_size")
+_OWN_KEYS = ("speculation", "speculation.", "model.weights", "model.cpu_kernels", "placement.page_size")
 """Keys of a run that may differ between systems; the others are the bench's, the same for all."""
 _OVERRIDE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
 _LABELLED = re.compile(r"([^=+]+)=([^=+]*)")
@@ -114,7 +114,7 @@ def _check_keys(entry: Entry) -> None:
             raise ConfigError(f"systems: {shown(entry.label)}: {key} is given twice; leave one out")
         if entry.is_ours:
             is_allowed = key.startswith(_OWN_KEYS[1]) or key in _OWN_KEYS
-            allowed = "speculation.*, model.cpu_kernels, placement.page_size"
+            allowed = "speculation.*, model.weights, model.cpu_kernels, placement.page_size"
         else:
             is_allowed = key in PEER_KEYS[entry.name]
             allowed = ", ".join(PEER_KEYS[entry.name]) or "none"

@@ -29,10 +29,7 @@ class LlamaPeer:
         """llama: a `llama_cpp.Llama`."""
         self._llama = llama
         self._ends = frozenset(read_shape(Path(spec.folder)).eos_token_ids)
-        self.given = (
-            f"llama_cpp {version}, weights {spec.llama_format.value}, f16 KV cache, {len(spec.cores)} "
-            f"threads on cores {spec.cores}"
-        )
+        self.given = f"llama_cpp {version}, weights {spec.llama_format.value}, f16 KV cache, {spec.threads}"
 
     def answer(self, question: Question) -> Answer:
         """Answer one question."""

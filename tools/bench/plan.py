@@ -71,6 +71,10 @@ class Plan:
     baseline: Entry
     prompts: list[PlannedPrompt]
 
+    def system(self, label: str) -> PlannedSystem:
+        """The one of that label."""
+        return next(system for system in self.systems if system.label == label)
+
     def identity(self) -> dict[str, Any]:
         """All that an answer and its time depend on; how often each is repeated is not among it."""
         prompts = [(prompt.set_name, prompt.index, prompt.question) for prompt in self.prompts]

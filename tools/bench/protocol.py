@@ -44,6 +44,11 @@ class PeerSpec(_Line, frozen=True, kw_only=True):
     lookup_tokens: int
     llama_format: LlamaFormat
 
+    @property
+    def threads(self) -> str:
+        """In words."""
+        return f"{len(self.cores)} thread{'s' if len(self.cores) > 1 else ''} on cores {self.cores}"
+
 
 WorkerSpec = EngineSpec | PeerSpec
 

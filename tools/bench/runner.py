@@ -120,19 +120,20 @@ class Runner:
             self._fail(system.label, str(error))
 
     def _take_turns(self, due: list[Turn]) -> None:
-        progress = Progress("bench", "answers")
+        progress = Progress("bench", "tokens")
         for number, turn in enumerate(due, start=1):
             if turn.label in self._workers:
-                self._answer(turn)
-                progress.add(1, share_done=number / len(due))
+                num_tokens = self._answer(turn)
+                progress.add(num_tokens, share_done=number / len(due), note=f"answer {number} of {len(due)}")
 
-    def _answer(self, turn: Turn) -> None:
+    def _answer(self, turn: Turn) -> int:
+        """Ask for one answer and write it down; how many tokens it has, 0 if the system is lost."""
         prompt = self._plan.prompts[turn.prompt]
         try:
             answer = self._workers[turn.label].ask(prompt.question, self._plan.settings.answer_timeout_s)
         except WorkerLost as error:
             self._fail(turn.label, f"at {prompt.set_name} {prompt.index}: {error}")
-            return
+            return 0
         expected = len(prompt.question.prompt_token_ids)
         if answer.num_prompt_tokens != expected:
             self._fail(
@@ -140,7 +141,7 @@ class Runner:
                 f"at {prompt.set_name} {prompt.index}: it read {answer.num_prompt_tokens} prompt tokens, the "
                 f"others {expected}",
             )
-            return
+            return 0
         self._journal.add(
             Row(
                 set_name=prompt.set_name,
@@ -150,6 +151,7 @@ class Runner:
                 answer=answer,
             )
         )
+        return len(answer.token_ids)
 
     def _fail(self, label: str, reason: str) -> None:
         self._outcomes[label] = Outcome(state=State.failed, reason=reason)

@@ -1,9 +1,10 @@
 """Whether a system said what the baseline said: a speed means nothing for other tokens.
 
 Our systems are exact, so theirs must be equal: in every number format, and when sampled, as all of them draw
-the same noise. A peer's must be equal where both sides compute in float32 or better and choose greedily. In
-bfloat16 it rounds otherwise, llama.cpp has formats of its own, and a peer's noise is another: there equality
-is counted, or not looked at.
+the same noise. One whose target has other weights (`model.weights`) has a law of its own, and is compared
+with plain decoding of that law instead of the baseline. A peer's must be equal where both sides compute in
+float32 or better and choose greedily. In bfloat16 it rounds otherwise, llama.cpp has formats of its own, and
+a peer's noise is another: there equality is counted, or not looked at.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class TokenCheck:
     num_compared: int
     """Answers to prompts that the baseline answered too."""
     num_different: int
+    against: str | None = None
+    """Whom it was compared with, if not with the baseline."""
 
     @property
     def is_refused(self) -> bool:
@@ -45,13 +48,14 @@ class TokenCheck:
         return self.rule is Rule.must_match and self.num_different > 0
 
     def __str__(self) -> str:
+        where = "" if self.against is None else f" ({self.against})"
         if self.is_refused:
-            return f"refused: {self.num_different} of {self.num_compared} answers differ"
+            return f"refused: {self.num_different} of {self.num_compared} answers differ{where}"
         if self.rule is Rule.own_noise:
             return "not compared: other noise"
         if self.num_compared == 0:
-            return "not compared: no answers of the baseline"
-        text = f"{self.num_compared - self.num_different} of {self.num_compared} identical"
+            return "not compared: no answers to compare with"
+        text = f"{self.num_compared - self.num_different} of {self.num_compared} identical{where}"
         left = self.num_answers - self.num_compared
         return f"{text}, {left} not compared" if left else text
 
@@ -67,16 +71,22 @@ def rule_between(entry: Entry, baseline: Entry, *, dtype: DType, temperature: fl
     return Rule.must_match if is_exact else Rule.may_differ
 
 
-def reference_tokens(baseline_rows: Iterable[Row]) -> dict[PromptKey, list[int]]:
-    """The baseline's ids for each prompt, of its first repeat."""
+def reference_tokens(rows: Iterable[Row]) -> dict[PromptKey, list[int]]:
+    """The ids for each prompt, of the first repeat."""
     tokens: dict[PromptKey, list[int]] = {}
-    for row in sorted(baseline_rows, key=lambda row: row.repeat):
+    for row in sorted(rows, key=lambda row: row.repeat):
         tokens.setdefault((row.set_name, row.index), row.answer.token_ids)
     return tokens
 
 
-def check_tokens(rows: Iterable[Row], reference: Mapping[PromptKey, list[int]], rule: Rule) -> TokenCheck:
-    """Compare every answer, repeats included."""
+def check_tokens(
+    rows: Iterable[Row],
+    reference: Mapping[PromptKey, list[int]],
+    rule: Rule,
+    *,
+    against: str | None = None,
+) -> TokenCheck:
+    """Compare every answer, repeats included. against: whose the reference is, if not the baseline's."""
     num_answers = num_compared = num_different = 0
     for row in rows:
         num_answers += 1
@@ -85,5 +95,9 @@ def check_tokens(rows: Iterable[Row], reference: Mapping[PromptKey, list[int]], 
             num_compared += 1
             num_different += row.answer.token_ids != expected
     return TokenCheck(
-        rule=rule, num_answers=num_answers, num_compared=num_compared, num_different=num_different
+        rule=rule,
+        num_answers=num_answers,
+        num_compared=num_compared,
+        num_different=num_different,
+        against=against,
     )

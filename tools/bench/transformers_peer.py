@@ -62,7 +62,7 @@ class TransformersPeer:
         self._extra: dict[str, Any] = {}
         self.given = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, {spec.dtype.value}, eager "
-            f"attention, KV cache, {len(spec.cores)} threads on cores {spec.cores}"
+            f"attention, KV cache, {spec.threads}"
         )
         if spec.name == "transformers_lookup":
             self._extra["prompt_lookup_num_tokens"] = spec.lookup_tokens
