@@ -11,7 +11,8 @@ import os
 from dataclasses import fields, is_dataclass
 
 from conf.errors import ConfigError, shown, shown_path
-from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
+from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
+from conf.proposal_size import nodes_of_widths
 from conf.schema import (
     DraftKind,
     ModelConfig,
@@ -21,11 +22,10 @@ from conf.schema import (
 )
 
 AVAILABLE = {
-    "speculation.fan_out": ("uniform", "geometric"),
+    "speculation.fan_out": ("uniform", "geometric", "calibrated"),
     "speculation.backup": ("sequential",),
     "speculation.verification": ("coupled",),
     "speculation.saguaro_c": ("null",),
-    "speculation.tree.widths": ("null",),
     "speculation.plan": ("fixed",),
 }
 """What these keys may be so far; their other values belong to later work."""
@@ -45,6 +45,7 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     _check_placement(config.placement, available_cores)
     _check_later_work(config.speculation)
     _check_speculation(config.speculation)
+    _check_tree(config.speculation)
     _check_draft(config.speculation)
 
 
@@ -114,7 +115,6 @@ def _check_later_work(speculation: SpeculationConfig) -> None:
         "speculation.backup": speculation.backup.name,
         "speculation.verification": speculation.verification.name,
         "speculation.saguaro_c": _typed(speculation.saguaro_c),
-        "speculation.tree.widths": _typed(speculation.tree.widths),
         "speculation.plan": speculation.plan.name,
     }
     for key, value in given.items():
@@ -132,11 +132,38 @@ def _check_speculation(speculation: SpeculationConfig) -> None:
         _at_most("speculation.budget", speculation.budget, MAX_BUDGET)
 
 
+def _check_tree(speculation: SpeculationConfig) -> None:
+    tree = speculation.tree
+    if tree.widths is not None and tree.nodes is not None:
+        raise ConfigError(
+            f"speculation.tree.nodes={tree.nodes}: expected either nodes or widths, and "
+            f"widths={shown(str(tree.widths))}; leave one out"
+        )
+    if tree.nodes is not None:
+        _at_least(
+            "speculation.tree.nodes", tree.nodes, 1, advice="conf=autoregressive decodes without a draft"
+        )
+        _at_most("speculation.tree.nodes", tree.nodes, MAX_NODES)
+    _at_least("speculation.tree.rows", tree.rows, 1)
+    if tree.widths is not None:
+        shown_widths = str(tree.widths).replace(" ", "")
+        if not 1 <= len(tree.widths) <= MAX_DEPTH or min(tree.widths) < 1:
+            raise ConfigError(
+                f"speculation.tree.widths={shown_widths}: expected 1 to {MAX_DEPTH} numbers of at least 1, "
+                "such as [4,2,1]; or leave it out for a chain"
+            )
+        if (count := nodes_of_widths(tree.widths)) > MAX_NODES:
+            raise ConfigError(
+                f"speculation.tree.widths={shown_widths}: expected at most {MAX_NODES} nodes, these are "
+                f"{shown(str(count))}; lower some"
+            )
+
+
 def _check_draft(speculation: SpeculationConfig) -> None:
     draft = speculation.draft
     if draft.kind is DraftKind.none and speculation.prepare_outcomes:
         raise ConfigError(
-            "speculation.draft.kind=none: expected model, layers or ngram, because "
+            "speculation.draft.kind=none: expected auto, model, layers or ngram, because "
             "speculation.prepare_outcomes=true needs a draft; conf=autoregressive decodes without one"
         )
     if draft.kind is DraftKind.model and draft.path is None:

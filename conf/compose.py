@@ -23,9 +23,6 @@ _FOLDER = Path(__file__).resolve().parent
 _PATH_KEYS = ("model.path", "speculation.draft.path")
 """Keys whose value is taken as it stands: a path may hold what Hydra's grammar gives a meaning to."""
 
-_LATER_RUNS = ("tree", "saguaro_tree")
-"""Named runs that are planned but not built."""
-
 
 def compose(arguments: Sequence[str] = ()) -> RunConfig:
     """Compose `key=value` arguments, each a key of the schema or a group, into a configuration.
@@ -77,8 +74,6 @@ def _check_names(given: Mapping[str, str]) -> None:
 def _check_option(group: str, name: str) -> None:
     if name in (options := options_of(group)):
         return
-    if group == "conf" and name in _LATER_RUNS:
-        raise ConfigError(f"conf={name}: this run is not available yet; available: {', '.join(options)}")
     near = difflib.get_close_matches(name, options, n=1)
     advice = f"did you mean {near[0]}? " if near else ""
     what = "named run" if group == "conf" else group

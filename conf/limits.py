@@ -5,6 +5,8 @@ from __future__ import annotations
 MAX_DEPTH = 128
 MAX_BUDGET = 1024
 """Far beyond what can pay, and what the draft's KV cache is sized for."""
+MAX_NODES = 1024
+"""Of one proposal."""
 MAX_SEED = 2**63 - 1
 """Largest seed; seeds travel as signed 64-bit numbers."""
 MAX_TEMPERATURE = 1e30

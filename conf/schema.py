@@ -43,6 +43,8 @@ class DraftKind(str, Enum):
 
     none = "none"
     """Nothing: plain autoregressive decoding."""
+    auto = "auto"
+    """For the built-in demo model the draft that comes with it, for any other model `ngram`."""
     model = "model"
     """Another model with the same vocabulary, `draft.path`."""
     layers = "layers"
@@ -116,10 +118,14 @@ class PlacementConfig:
 
 @dataclass
 class TreeConfig:
-    """Shape of the proposals."""
+    """Shape of the proposals. Neither `widths` nor `nodes`: a chain of `speculation.depth` tokens."""
 
     widths: list[int] | None = None
-    """Children per node at each depth. None: a chain of `speculation.depth`."""
+    """A fixed shape: how many children a node has, one number for each level."""
+    nodes: int | None = None
+    """Best first: the so many likeliest nodes, up to `speculation.depth` levels deep."""
+    rows: int = 8
+    """Best first: nodes that the draft reads in one step, all branches of a request together."""
 
 
 @dataclass

@@ -185,6 +185,8 @@ class Plan(Message, frozen=True, kw_only=True):
     """Accepted node of each outcome, -1 for the root."""
     token_ids: list[int]
     """Bonus token of each outcome."""
+    log_probs: list[float]
+    """How likely each outcome is held to be, up to a constant of the plan."""
 
 
 # --- to the predictor ---------------------------------------------------------------------------------
@@ -202,6 +204,8 @@ class Candidates(Message, frozen=True, kw_only=True):
     parents: list[int]
     candidate_ids: TensorRef
     """[rows, width] int32."""
+    candidate_log_probs: TensorRef
+    """[rows, width] float32: as softmax(log q + g) has them; -inf where there is no candidate."""
 
 
 # --- to the detokenizer -------------------------------------------------------------------------------

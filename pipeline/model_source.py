@@ -12,22 +12,32 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from conf.schema import DraftKind, RunConfig
 from pipeline.errors import ConfigError, EngineDead, shown_path
 
 _RESOLVER = "stages.model.source:resolve"
 """A function from a model's name, None for the demo, to its folder. Its progress goes to stderr."""
+_DEMO_DRAFT = Path(__file__).resolve().parents[1] / "stages" / "draft_speculator" / "demo"
+"""The draft that comes with the built-in demo model, made by `tools.distill`."""
 
 
 def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig:
     """A copy of `config` in which `model.path` and `speculation.draft.path` are local folders.
+
+    A draft of kind `auto` becomes what it stands for.
 
     Raises `ConfigError` for a model that cannot be had, and `EngineDead` if the resolver breaks.
     """
     resolved = copy.deepcopy(config)
     resolved.model.path = _resolve(config.model.path, resolver)
     draft = resolved.speculation.draft
+    if draft.kind is DraftKind.auto:
+        is_demo = config.model.path is None
+        draft.kind = DraftKind.model if is_demo else DraftKind.ngram
+        draft.path = str(_DEMO_DRAFT) if is_demo else None
+        return resolved
     if draft.kind is DraftKind.model and draft.path is not None:
         if draft.path == config.model.path:
             draft.path = resolved.model.path

@@ -7,6 +7,7 @@ from enum import Enum
 
 from pipeline.messages import ProposalSource
 from stages.draft_speculator.draft_tree import DraftTree
+from stages.draft_speculator.growth import Anchor
 
 
 class Phase(Enum):
@@ -18,16 +19,6 @@ class Phase(Enum):
     PLANNING = "waits for the predictor's plan"
     BRANCHING = "drafts continuations of likely outcomes"
     IDLE = "waits for the outcome"
-
-
-@dataclass(slots=True)
-class Branch:
-    """A predicted outcome being continued."""
-
-    tip: int
-    """Tree index of its last node, the bonus token at first."""
-    remaining: int
-    """Tokens still to draft behind the tip."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,12 +33,15 @@ class DraftRequest:
     phase: Phase
     round_id: int = 0
     """The round whose proposal is with the target, or is being drafted."""
-    chain: list[int] = field(default_factory=list)
-    """Tree indices of the proposal being drafted."""
+    pending: list[int] = field(default_factory=list)
+    """Tree indices of what its phase reads next."""
+    steps_left: int = 0
+    """Reading steps that the proposal may still take, while the target waits."""
     source: ProposalSource = ProposalSource.DRAFT
     ready_length: int = 0
     """Drafted tokens that were ready when the outcome came."""
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[Anchor] = field(default_factory=list)
+    """The predicted outcomes that are being continued."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
 

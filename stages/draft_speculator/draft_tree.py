@@ -20,19 +20,14 @@ from typing import Protocol
 class NextTokens(Protocol):
     """What may follow a node, as the draft sees it."""
 
-    def best(self) -> int | None:
-        """The likeliest token; None where the draft has no idea."""
-
-    def top(self, count: int) -> tuple[list[int], list[float]]:
-        """Up to `count` tokens, best first, with their scores log q + g."""
+    def ranked(self, count: int) -> list[tuple[int, float]]:
+        """Up to `count` tokens, best first, each with its log-probability as softmax(log q + g) has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerooting:
-    """What an outcome did to a tree: which KV moves where, and whether it was in the cache."""
+    """What an outcome did to a tree: which KV moves where."""
 
-    is_cached: bool
-    """The bonus token was a branch; its drafted tokens, maybe none, are the new proposal."""
     moved_from: list[int]
     """KV slots, absolute."""
     moved_to: list[int]
@@ -53,8 +48,6 @@ class DraftTree:
         self.root = len(prompt) - 1
         self.proposal: list[int] = []
         """Tree indices of the submitted proposal's nodes, in the order of the message."""
-        self.branches: dict[tuple[int, int], int] = {}
-        """The speculation cache of this round: (node of the proposal or -1, bonus token) -> tree index."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -110,11 +103,14 @@ class DraftTree:
         del self.token_ids[:count], self.next_tokens[:count], self.is_read[:count]
         self.parents = [max(parent - count, -1) for parent in self.parents[count:]]
         self.proposal = [node - count for node in self.proposal]
-        self.branches = {key: node - count for key, node in self.branches.items()}
 
     def submit(self, proposal: list[int]) -> None:
         """These nodes, a tree under the root in parent-first order, go to the target."""
         self.proposal = proposal
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """Every node below the root by (parent, token)."""
+        return {(self.parents[node], self.token_ids[node]): node for node in range(self.root + 1, len(self))}
 
     def proposal_parents(self) -> list[int]:
         """Parents of the submitted nodes as the message names them."""
@@ -126,19 +122,15 @@ class DraftTree:
         return self.root if index < 0 else self.proposal[index]
 
     def add_branch(self, accepted_index: int, bonus_token: int) -> int | None:
-        """Open a branch for an outcome. None if it is open already, or its bonus token is a proposed child.
+        """The node of an outcome, added if it is not there. None if its bonus token is a proposed child.
 
         A proposed child cannot be the bonus there: the target would have accepted it.
         """
         node = self.proposal_node(accepted_index)
-        is_proposed = any(
-            self.parents[child] == node and self.token_ids[child] == bonus_token for child in self.proposal
-        )
-        if is_proposed or (accepted_index, bonus_token) in self.branches:
-            return None
-        branch = self.add(bonus_token, node)
-        self.branches[accepted_index, bonus_token] = branch
-        return branch
+        child = self.children().get((node, bonus_token))
+        if child is None:
+            return self.add(bonus_token, node)
+        return None if child in self.proposal else child
 
     def subtree(self, node: int) -> list[int]:
         """All nodes below `node`, parents first."""
@@ -157,8 +149,8 @@ class DraftTree:
         node. The caller moves the KV as the result says.
         """
         accepted = self.proposal_node(accepted_index)
-        bonus = self.branches.get((accepted_index, bonus_token))
-        is_cached = bonus is not None
+        # A branch, or a node that was read on the way to the proposal and then left out of it.
+        bonus = self.children().get((accepted, bonus_token))
         if bonus is None:
             bonus = self.add(bonus_token, accepted)
         committed = [*range(self.root + 1), *reversed(self.ancestors(bonus))]
@@ -171,9 +163,7 @@ class DraftTree:
         self.parents = [new_index.get(self.parents[old], -1) for old in kept]
         self.root = len(committed) - 1
         self.proposal = []
-        self.branches = {}
         return Rerooting(
-            is_cached=is_cached,
             moved_from=[self.prefix_len + old for old, _ in moves],
             moved_to=[self.prefix_len + new for _, new in moves],
         )

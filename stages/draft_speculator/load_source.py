@@ -21,10 +21,10 @@ from stages.model.weights import LoadedModel, load_model
 from stages.vocabulary import check_same_vocabulary
 
 
-def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
+def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> DraftSource:
     """Load weights and size the KV cache. Raises `ConfigError` where target and draft do not fit.
 
-    max_nodes: uncommitted nodes of one request's tree.
+    max_nodes: uncommitted nodes of one request's tree. num_ranked: see `ModelDraft`.
     """
     draft = config.speculation.draft
     if draft.kind is DraftKind.ngram:
@@ -37,7 +37,7 @@ def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
             raise ConfigError("speculation.draft.path is missing: draft.kind=model needs it")
         path = Path(draft.path)
         if is_draft_folder(path):
-            return _distilled_source(config, target_path, path, max_nodes=max_nodes)
+            return _distilled_source(config, target_path, path, max_nodes=max_nodes, num_ranked=num_ranked)
         with _naming_the_draft():
             check_same_vocabulary(target_path, path)
     target_shape = read_shape(target_path)
@@ -53,15 +53,24 @@ def load_source(config: RunConfig, *, max_nodes: int) -> DraftSource:
     else:
         model = load_model(path, dtype=dtype, num_layers=draft.layers)
     runner = _make_runner(config, model, target_shape, max_nodes=max_nodes)
-    return ModelDraft(runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size))
+    return ModelDraft(
+        runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size), num_ranked=num_ranked
+    )
 
 
-def _distilled_source(config: RunConfig, target_path: Path, path: Path, *, max_nodes: int) -> DraftSource:
+def _distilled_source(
+    config: RunConfig, target_path: Path, path: Path, *, max_nodes: int, num_ranked: int
+) -> DraftSource:
     """A draft made by `tools.distill`: the target's embedding, and a head over a part of its ids."""
     with _naming_the_draft():
         loaded = load_draft_folder(path, target_path, dtype=getattr(torch, config.model.dtype.value))
     runner = _make_runner(config, loaded.model, read_shape(target_path), max_nodes=max_nodes)
-    return ModelDraft(runner, vocab_size=loaded.model.shape.vocab_size, head_token_ids=loaded.head_token_ids)
+    return ModelDraft(
+        runner,
+        vocab_size=loaded.model.shape.vocab_size,
+        head_token_ids=loaded.head_token_ids,
+        num_ranked=num_ranked,
+    )
 
 
 @contextmanager

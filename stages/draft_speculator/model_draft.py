@@ -5,9 +5,11 @@ Proposals and scores are named by the target's ids, whatever rows the draft's he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,28 +24,34 @@ from stages.model.token_law import TokenLaw
 
 
 class LogitsRow:
-    """`NextTokens` over one row of perturbed logits. The top is sorted out only when it is asked for."""
+    """`NextTokens` over one row of perturbed logits. More than the few best are sorted out when asked for."""
 
-    __slots__ = ("_best", "_row", "_token_ids")
+    __slots__ = ("_few", "_log_total", "_row", "_token_ids")
 
-    def __init__(self, row: Tensor, best: int, token_ids: list[int] | None) -> None:
-        """row: [V] perturbed logits; best: their arg-max; token_ids: of the columns, None if they are ids."""
+    def __init__(
+        self, row: Tensor, few: list[tuple[int, float]], log_total: float, token_ids: list[int] | None
+    ) -> None:
+        """row: [V] perturbed logits; few: its best columns with their values; log_total: its log-sum-exp.
+
+        token_ids: of the columns, None if they are ids.
+        """
         self._row = row
-        self._best = best
+        self._few = few
+        self._log_total = log_total
         self._token_ids = token_ids
 
-    def best(self) -> int | None:
-        """The likeliest token under the shared noise."""
-        return self._best if self._token_ids is None else self._token_ids[self._best]
-
-    def top(self, count: int) -> tuple[list[int], list[float]]:
-        """Best first, excluded tokens left out; scores are log q + g up to the row's own constant."""
-        values, columns = self._row.topk(min(count, self._row.shape[-1]))
-        num_allowed = int((values > -torch.inf).sum())
-        ids: list[int] = columns[:num_allowed].tolist()
-        if self._token_ids is not None:
-            ids = [self._token_ids[column] for column in ids]
-        return ids, values[:num_allowed].tolist()
+    def ranked(self, count: int) -> list[tuple[int, float]]:
+        """Best first, excluded tokens left out."""
+        best = self._few[:count]
+        if count > len(self._few):
+            values, columns = self._row.topk(min(count, self._row.shape[-1]))
+            best = list(zip(columns.tolist(), values.tolist(), strict=True))
+        ids = self._token_ids
+        return [
+            (column if ids is None else ids[column], value - self._log_total)
+            for column, value in best
+            if value > -math.inf
+        ]
 
 
 @dataclass(slots=True)
@@ -55,14 +63,23 @@ class _DraftRequest:
 class ModelDraft(DraftSource):
     """Reads nodes with one packed forward over all requests."""
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, head_token_ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        head_token_ids: Tensor | None = None,
+        num_ranked: int = 1,
+    ) -> None:
         """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks.
 
+        num_ranked: tokens of each row that are sure to be asked for.
         head_token_ids: [R] ascending, the target's id of each row of a reduced head; None: row i is id i.
         """
         self._runner = runner
         self._vocab_ids = torch.arange(vocab_size) if head_token_ids is None else head_token_ids
         self._token_ids: list[int] | None = None if head_token_ids is None else head_token_ids.tolist()
+        self._num_ranked = num_ranked
         self._requests: dict[str, _DraftRequest] = {}
         self.max_position = runner.shape.max_position
 
@@ -97,9 +114,13 @@ class ModelDraft(DraftSource):
             perturbed = law.perturb(
                 logits[row : row + len(wanted)], [tree.position(node) + 1 for node in wanted]
             )
-            bests = choose_coupled(perturbed).tolist()  # the one synchronisation of a step
-            for node, best, scores in zip(wanted, bests, perturbed, strict=True):
-                tree.next_tokens[node] = LogitsRow(scores, best, self._token_ids)
+            values, columns = _best(perturbed, self._num_ranked)
+            totals = perturbed.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
+            for node, scores, *few, total in zip(
+                wanted, perturbed, columns.tolist(), values.tolist(), totals, strict=True
+            ):
+                pairs = list(zip(*few, strict=True))
+                tree.next_tokens[node] = LogitsRow(scores, pairs, total, self._token_ids)
             for node in job.nodes:
                 tree.is_read[node] = True
             row += len(wanted)
@@ -118,6 +139,14 @@ class ModelDraft(DraftSource):
             self._runner.kv.free(request.kv)
 
 
+def _best(perturbed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and columns of the best `count` of each row; ties as the target's arg-max breaks them."""
+    if count > 1:
+        return perturbed.topk(min(count, perturbed.shape[-1]), dim=-1)
+    columns = choose_coupled(perturbed)[:, None]
+    return perturbed.gather(-1, columns), columns
+
+
 def _sequence_rows(tree: DraftTree, nodes: list[int], kv: KVHandle) -> SequenceRows:
     """Slots and mask for reading `nodes`. A chain at the end of the tree needs no mask."""
     prefix_len = tree.prefix_len
@@ -127,10 +156,11 @@ def _sequence_rows(tree: DraftTree, nodes: list[int], kv: KVHandle) -> SequenceR
     )
     mask: Tensor | None = None
     if not is_chain:
-        mask = torch.zeros(len(nodes), tail_len, dtype=torch.bool)
+        visible = np.zeros((len(nodes), tail_len), dtype=bool)
         for row, node in enumerate(nodes):
-            mask[row, : min(node, tree.root) + 1] = True
-            mask[row, tree.ancestors(node)] = True
+            visible[row, : min(node, tree.root) + 1] = True
+            visible[row, tree.ancestors(node)] = True
+        mask = torch.from_numpy(visible)
     return SequenceRows(
         kv=kv,
         prefix_len=prefix_len,

@@ -23,20 +23,16 @@ _MIN_NGRAM = 1
 class Continuations:
     """`NextTokens` over a ranked list."""
 
-    __slots__ = ("_ids", "_scores")
+    __slots__ = ("_ranked",)
 
     def __init__(self, ids: list[int], scores: list[float]) -> None:
-        """ids, scores: best first; may be empty."""
-        self._ids = ids
-        self._scores = scores
+        """ids, scores (log q + g): best first; may be empty, where the context never stood before."""
+        total = math.log(sum(math.exp(score - scores[0]) for score in scores)) + scores[0] if scores else 0.0
+        self._ranked = [(token, score - total) for token, score in zip(ids, scores, strict=True)]
 
-    def best(self) -> int | None:
-        """The likeliest continuation, None where the context never stood before."""
-        return self._ids[0] if self._ids else None
-
-    def top(self, count: int) -> tuple[list[int], list[float]]:
+    def ranked(self, count: int) -> list[tuple[int, float]]:
         """Best first."""
-        return self._ids[:count], self._scores[:count]
+        return self._ranked[:count]
 
 
 class NgramIndex:

@@ -31,9 +31,10 @@ from pipeline.messages import (
 )
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import PoolSpec
-from stages.draft_speculator.draft_request import Branch, DraftRequest, Phase
+from stages.draft_speculator.draft_request import DraftRequest, Phase
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
+from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
 from stages.draft_speculator.load_source import load_source
 
 _log = get_logger(__name__)
@@ -54,7 +55,7 @@ class DraftSpeculator(Stage):
         self._outbox = context.outbox
         self._source_given = source
         self._has_cache = speculation.prepare_outcomes
-        self._depth = speculation.depth
+        self._shape = Shape.of(speculation)
         self._budget = speculation.budget if self._has_cache else 0
         self._requests: dict[str, DraftRequest] = {}
 
@@ -62,18 +63,31 @@ class DraftSpeculator(Stage):
 
     @property
     def _max_nodes(self) -> int:
-        """Nodes behind the committed tokens: the proposal, the branches, and a bonus token after a miss."""
-        return self._depth + self._budget * (self._depth + 1) + 1
+        """Nodes behind the committed tokens: the proposal, the branches with their proposals, a bonus token
+        after a miss, what best first reads and then leaves out, and room to settle one more proposal."""
+        shape = self._shape
+        left_out = 0 if shape.widths else shape.rows * shape.depth
+        return 2 * shape.num_nodes + self._budget * (shape.num_nodes + 1) + 1 + left_out
 
     def setup(self) -> None:
         """Load the draft and export the pools for the predictor's candidates."""
-        self._source = self._source_given or load_source(self._config, max_nodes=self._max_nodes)
+        self._source = self._source_given or load_source(
+            self._config, max_nodes=self._max_nodes, num_ranked=self._shape.most_children
+        )
         if self._has_cache:
-            rows, width = self._depth + 1, self._budget + 1
             num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
+            shape = (self._shape.num_nodes + 1, self._num_candidates)
             self._id_pool = self._context.pools.export(
-                PoolSpec(name="candidate_ids", num_slots=num_slots, shape=(rows, width), dtype="int32")
+                PoolSpec(name="candidate_ids", num_slots=num_slots, shape=shape, dtype="int32")
             )
+            self._log_prob_pool = self._context.pools.export(
+                PoolSpec(name="candidate_log_probs", num_slots=num_slots, shape=shape, dtype="float32")
+            )
+
+    @property
+    def _num_candidates(self) -> int:
+        """Tokens that the predictor is told of after each node: it may want as many beside the children."""
+        return self._budget + self._shape.most_children
 
     def close(self) -> None:
         """Forget every request."""
@@ -133,19 +147,19 @@ class DraftSpeculator(Stage):
             self._source.reroot(request.request_id, rerooting, tree)
         tree.drop_read_prefix()
         request.round_id += 1
-        ready = tree.subtree(tree.root) if rerooting.is_cached else []
         request.branches = []
-        request.ready_length = len(ready)
+        request.pending = []
         useful = self._useful_depth(request, tree.committed_len)
+        ready = select(tree, tree.root, self._shape, depth=self._shape.depth) if self._has_cache else []
+        request.ready_length = len(ready)
         if ready:
             request.source = ProposalSource.HIT
-            request.chain = [node for node in ready if tree.depth(node) <= useful]
-            self._send_proposal(request)
+            self._send_proposal(request, useful)
         else:
             request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
-            request.chain = []
             request.phase = Phase.DRAFTING
-            self._grow_chain(request, useful)
+            request.steps_left = self._shape.depth
+            self._draft(request)
 
     def _take_plan(self, plan: Plan) -> None:
         request = self._requests.get(plan.request_id)
@@ -154,15 +168,18 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         _check_plan(plan, request)
-        for accepted_index, bonus_token in zip(plan.nodes, plan.token_ids, strict=True):
+        for accepted_index, bonus_token, log_prob in zip(
+            plan.nodes, plan.token_ids, plan.log_probs, strict=True
+        ):
             depth_of_node = tree.depth(tree.proposal_node(accepted_index))
             useful = self._useful_depth(request, tree.committed_len + depth_of_node + 1)
-            if useful == 0 or len(request.branches) == self._budget:
+            if useful == 0 or len(request.branches) == self._budget or self._room(tree) <= 0:
                 continue
-            tip = tree.add_branch(accepted_index, bonus_token)
-            if tip is not None:
-                request.branches.append(Branch(tip, remaining=useful))
-        request.phase = Phase.BRANCHING if request.branches else Phase.IDLE
+            node = tree.add_branch(accepted_index, bonus_token)
+            if node is not None and all(node != branch.node for branch in request.branches):
+                request.branches.append(Anchor(node, useful, log_prob))
+        request.phase = Phase.BRANCHING
+        self._grow_branches(request)
 
     # --- work ------------------------------------------------------------------------------------------
 
@@ -191,8 +208,9 @@ class DraftSpeculator(Stage):
                 # branch exists yet that could hold one.
                 job.tree.drop_read_prefix()
         for request in requests:
+            request.pending = []
             if phase is Phase.DRAFTING:
-                self._grow_chain(request, self._useful_depth(request, request.tree.committed_len))
+                self._draft(request)
             elif phase is Phase.READING:
                 request.phase = Phase.IDLE
             elif phase is Phase.GLUING:
@@ -203,49 +221,49 @@ class DraftSpeculator(Stage):
     def _nodes_to_read(self, request: DraftRequest) -> list[int]:
         """What the request's phase reads next; committed tokens that are not read always come first."""
         tree = request.tree
-        match request.phase:
-            case Phase.DRAFTING:
-                below = request.chain[-1:]
-            case Phase.GLUING:
-                below = tree.proposal
-            case Phase.BRANCHING:
-                below = [branch.tip for branch in request.branches if branch.remaining > 0]
-            case _:
-                below = []
-        unread = [node for node in below if not tree.is_read[node] and self._is_readable(tree, node)]
-        return [*tree.unread_committed(), *unread]
+        below = tree.proposal if request.phase is Phase.GLUING else request.pending
+        unread = [
+            node
+            for node in below
+            if node > tree.root and not tree.is_read[node] and self._is_readable(tree, node)
+        ]
+        return [*tree.unread_committed(), *sorted(unread)]
 
     def _is_readable(self, tree: DraftTree, node: int) -> bool:
         limit = self._source.max_position
         return limit is None or tree.position(node) < limit
 
     def _useful_depth(self, request: DraftRequest, committed_len: int) -> int:
-        return request.useful_depth(committed_len, depth=self._depth, max_position=self._source.max_position)
+        return request.useful_depth(
+            committed_len, depth=self._shape.depth, max_position=self._source.max_position
+        )
 
-    def _grow_chain(self, request: DraftRequest, useful: int) -> None:
-        """Lengthen the proposal as far as the draft knows what follows; send it when it is complete."""
-        tree, chain = request.tree, request.chain
-        while len(chain) < useful:
-            tip = chain[-1] if chain else tree.root
-            next_tokens = tree.next_tokens[tip]
-            if next_tokens is None:
-                return  # the tip must be read first: the next slice does it
-            best = next_tokens.best()
-            if best is None:
-                break
-            chain.append(tree.add(best, tip))
-        self._send_proposal(request)
+    def _room(self, tree: DraftTree) -> int:
+        """Nodes that may be added, so that a proposal can still be settled after them."""
+        return self._max_nodes - (len(tree) - 1 - tree.root) - self._shape.num_nodes
 
-    def _send_proposal(self, request: DraftRequest) -> None:
+    def _draft(self, request: DraftRequest) -> None:
+        """Choose what the proposal reads next; send it when it is complete."""
         tree = request.tree
-        tree.submit(request.chain)
+        useful = self._useful_depth(request, tree.committed_len)
+        if useful > 0 and request.steps_left > 0:
+            anchor = Anchor(tree.root, useful)
+            request.pending = grow(tree, [anchor], self._shape, room=self._room(tree))
+            if any(self._is_readable(tree, node) for node in request.pending):
+                request.steps_left -= 1
+                return
+        self._send_proposal(request, useful)
+
+    def _send_proposal(self, request: DraftRequest, useful: int) -> None:
+        tree = request.tree
+        tree.submit(settle(tree, tree.root, select(tree, tree.root, self._shape, depth=useful)))
         self._outbox.send(
             StageName.VERIFIER,
             Proposal(
                 request_id=request.request_id,
                 round_id=request.round_id,
                 committed_len=tree.committed_len,
-                token_ids=[tree.token_ids[node] for node in request.chain],
+                token_ids=[tree.token_ids[node] for node in tree.proposal],
                 parents=tree.proposal_parents(),
                 source=request.source,
                 ready_length=request.ready_length,
@@ -260,12 +278,13 @@ class DraftSpeculator(Stage):
         """Tell the predictor what may follow the root and every proposed node."""
         tree = request.tree
         nodes = [tree.root, *tree.proposal]
-        ids = np.full((len(nodes), self._budget + 1), -1, dtype=np.int32)
+        ids = np.full((len(nodes), self._num_candidates), -1, dtype=np.int32)
+        log_probs = np.full(ids.shape, -np.inf, dtype=np.float32)
         for row, node in enumerate(nodes):
-            next_tokens = tree.next_tokens[node]
-            if next_tokens is not None:
-                top_ids, _ = next_tokens.top(self._budget + 1)
-                ids[row, : len(top_ids)] = top_ids
+            following = tree.next_tokens[node]
+            for column, (token, log_prob) in enumerate(following.ranked(ids.shape[1]) if following else []):
+                ids[row, column] = token
+                log_probs[row, column] = log_prob
         self._outbox.send(
             StageName.PREDICTOR,
             Candidates(
@@ -274,22 +293,16 @@ class DraftSpeculator(Stage):
                 token_ids=[tree.token_ids[node] for node in tree.proposal],
                 parents=tree.proposal_parents(),
                 candidate_ids=self._id_pool.write(ids),
+                candidate_log_probs=self._log_prob_pool.write(log_probs),
             ),
         )
         request.phase = Phase.PLANNING
 
     def _grow_branches(self, request: DraftRequest) -> None:
-        """One more token for every branch whose tip was read."""
+        """Choose what the branches read next; rest when nothing worth reading is left."""
         tree = request.tree
-        for branch in request.branches:
-            next_tokens = tree.next_tokens[branch.tip]
-            best = None if next_tokens is None else next_tokens.best()
-            if best is None:
-                branch.remaining = 0
-            elif branch.remaining > 0:
-                branch.tip = tree.add(best, branch.tip)
-                branch.remaining -= 1
-        if all(branch.remaining == 0 for branch in request.branches):
+        request.pending = grow(tree, request.branches, self._shape, room=self._room(tree))
+        if not any(self._is_readable(tree, node) for node in request.pending):
             request.phase = Phase.IDLE
 
 
@@ -317,9 +330,10 @@ def _check_outcome(outcome: Outcome, request: DraftRequest) -> None:
 def _check_plan(plan: Plan, request: DraftRequest) -> None:
     """Refuse a plan that names nodes which were not proposed."""
     num_nodes = len(request.tree.proposal)
-    if len(plan.nodes) != len(plan.token_ids):
+    if not len(plan.nodes) == len(plan.token_ids) == len(plan.log_probs):
         raise ProtocolError(
-            f"plan for request {plan.request_id}: {len(plan.nodes)} nodes but {len(plan.token_ids)} tokens"
+            f"plan for request {plan.request_id}: {len(plan.nodes)} nodes but {len(plan.token_ids)} tokens "
+            f"and {len(plan.log_probs)} log-probabilities"
         )
     if any(not -1 <= node < num_nodes for node in plan.nodes):
         raise ProtocolError(

@@ -10,17 +10,23 @@ from collections.abc import Mapping
 
 import msgspec
 
-from conf.schema import RunConfig
-from kernels.tree import check_tree, node_depths
+from conf.schema import FanOut, RunConfig
+from kernels.tree import check_tree
 from pipeline.errors import ProtocolError
 from pipeline.messages import Candidates, EndDraft, Outcome, Plan, PredictorMessage, StageName
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
 from stages.outcome_predictor.acceptance import AcceptanceEstimate
-from stages.outcome_predictor.fan_out import choose_outcomes, fan_outs
+from stages.outcome_predictor.calibrated import (
+    RoundCandidates,
+    TauEstimate,
+    likeliest_outcomes,
+    path_log_probs,
+)
+from stages.outcome_predictor.fan_out import Nodes, choose_outcomes, fan_outs
 
 _POWER = 1.0
-"""r of the power law. Fitting it online comes with the calibrated policy."""
+"""r of the power law."""
 
 
 class OutcomePredictor(Stage):
@@ -36,6 +42,9 @@ class OutcomePredictor(Stage):
         self._acceptance: dict[str, AcceptanceEstimate] = {}
         self._overall = AcceptanceEstimate()
         """Across requests."""
+        self._tau = TauEstimate()
+        self._rounds: dict[str, RoundCandidates] = {}
+        """The last round of each request that was planned, until its outcome comes."""
 
     def setup(self) -> None:
         """Nothing to load."""
@@ -47,6 +56,7 @@ class OutcomePredictor(Stage):
     def close(self) -> None:
         """Forget the statistics."""
         self._acceptance.clear()
+        self._rounds.clear()
 
     def handle(self, message: PredictorMessage) -> None:
         """Plan a round, learn from an outcome, or forget a request."""
@@ -54,10 +64,18 @@ class OutcomePredictor(Stage):
             case Candidates():
                 self._plan(message)
             case Outcome():
-                self._estimate_of(message.request_id).add(message)
-                self._overall.add(message)
+                self._learn(message)
             case EndDraft():
                 self._acceptance.pop(message.request_id, None)
+                self._rounds.pop(message.request_id, None)
+
+    def _learn(self, outcome: Outcome) -> None:
+        self._estimate_of(outcome.request_id).add(outcome)
+        self._overall.add(outcome)
+        candidates = self._rounds.pop(outcome.request_id, None)
+        # Candidates that come after their outcome teach nothing.
+        if candidates is not None and candidates.round_id == outcome.round_id:
+            self._tau.add(candidates, accepted_node=outcome.accepted_node, bonus_token=outcome.bonus_token)
 
     def _estimate_of(self, request_id: str) -> AcceptanceEstimate:
         """A request starts from what was learned from all before it."""
@@ -67,35 +85,54 @@ class OutcomePredictor(Stage):
         return estimate
 
     def _plan(self, message: Candidates) -> None:
-        fault = check_tree(message.token_ids, message.parents, vocab_size=1 << 31)
-        pool = self._pools.get(message.candidate_ids.pool)
-        if fault is not None or pool is None:
-            fault = fault or f"there is no pool {message.candidate_ids.pool!r}"
-            raise ProtocolError(f"candidates for request {message.request_id}: {fault}")
-        # A StaleTensor here means that the round is over; the runtime counts it, and no plan is owed.
-        ids = pool.read(message.candidate_ids)
-        rows = ids[: len(message.token_ids) + 1].tolist()
-        children: list[set[int]] = [set() for _ in rows]
-        for token, parent in zip(message.token_ids, message.parents, strict=True):
-            children[parent + 1].add(token)
-        candidates = [
-            [token for token in row if token >= 0 and token not in proposed]
-            for row, proposed in zip(rows, children, strict=True)
-        ]
-        depths = [0, *node_depths(message.parents)]
-        estimate = self._acceptance.get(message.request_id, self._overall)
-        acceptance = estimate.value
-        counts = fan_outs(self._policy, depths, budget=self._budget, acceptance=acceptance, power=_POWER)
-        outcomes = choose_outcomes(candidates, counts, depths, acceptance=acceptance, power=_POWER)
+        candidates = self._read(message)
+        if self._policy is FanOut.calibrated:
+            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=self._budget)
+            self._rounds[message.request_id] = candidates
+        else:
+            outcomes = self._fixed_shares(message.request_id, candidates)
         self._outbox.send(
             StageName.SPECULATOR,
             Plan(
                 request_id=message.request_id,
                 round_id=message.round_id,
-                nodes=[node for node, _ in outcomes],
-                token_ids=[token for _, token in outcomes],
+                nodes=[node for node, _, _ in outcomes],
+                token_ids=[token for _, token, _ in outcomes],
+                log_probs=[log_prob for _, _, log_prob in outcomes],
             ),
         )
+
+    def _read(self, message: Candidates) -> RoundCandidates:
+        """What the message says and points to. Raises `ProtocolError`, or `StaleTensor` if it is too late."""
+        fault = check_tree(message.token_ids, message.parents, vocab_size=1 << 31)
+        refs = (message.candidate_ids, message.candidate_log_probs)
+        pools = [self._pools.get(ref.pool) for ref in refs]
+        if fault is None and None in pools:
+            fault = f"there is no pool {refs[pools.index(None)].pool!r}"
+        if fault is not None:
+            raise ProtocolError(f"candidates for request {message.request_id}: {fault}")
+        # A StaleTensor here means that the round is over; the runtime counts it, and no plan is owed.
+        ids, log_probs = (pool.read(ref) for pool, ref in zip(pools, refs, strict=True) if pool is not None)
+        num_rows = len(message.token_ids) + 1
+        rows = [
+            {token: log_prob for token, log_prob in zip(tokens, values, strict=True) if token >= 0}
+            for tokens, values in zip(ids[:num_rows].tolist(), log_probs[:num_rows].tolist(), strict=True)
+        ]
+        return RoundCandidates(
+            round_id=message.round_id, token_ids=message.token_ids, parents=message.parents, rows=rows
+        )
+
+    def _fixed_shares(self, request_id: str, candidates: RoundCandidates) -> list[tuple[int, int, float]]:
+        """`uniform` and `geometric`: every node has a share of the budget."""
+        bonuses = [
+            [token for token in row if token not in proposed]
+            for row, proposed in zip(candidates.rows, candidates.children(), strict=True)
+        ]
+        reach = path_log_probs(candidates.rows, candidates.token_ids, candidates.parents)
+        nodes = Nodes.tree(candidates.parents, reach)
+        acceptance = self._acceptance.get(request_id, self._overall).value
+        counts = fan_outs(self._policy, nodes, budget=self._budget, acceptance=acceptance, power=_POWER)
+        return choose_outcomes(bonuses, counts, nodes, acceptance=acceptance, power=_POWER)
 
 
 def build(context: StageContext) -> OutcomePredictor:

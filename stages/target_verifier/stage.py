@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from conf.proposal_size import proposal_depth, proposal_nodes
 from conf.schema import DraftKind, DType, RunConfig
 from kernels.sampling import choose_coupled
 from kernels.tree import accept_path
@@ -54,7 +55,8 @@ class TargetVerifier(Stage):
         self._model = model
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
         self._has_cache = config.speculation.prepare_outcomes
-        self._max_nodes = config.speculation.depth if self._has_draft else 0
+        self._max_nodes = proposal_nodes(config.speculation) if self._has_draft else 0
+        self._max_depth = proposal_depth(config.speculation) if self._has_draft else 0
         self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._by_draft_id: dict[str, Sequence] = {}
@@ -182,7 +184,7 @@ class TargetVerifier(Stage):
         """One row of noise for a coming round, while the target would only wait."""
         for sequence in sequences:
             start = len(sequence.token_ids)
-            for position in range(start, min(start + self._max_nodes + 1, sequence.max_len)):
+            for position in range(start, min(start + self._max_depth + 1, sequence.max_len)):
                 if not sequence.law.has_noise(position):
                     sequence.law.noise(position, self._logits_dtype)
                     return True

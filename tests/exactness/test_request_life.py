@@ -360,7 +360,11 @@ def test_a_plan_for_nodes_that_were_not_proposed_is_refused(nodes: list[int], to
     assert isinstance(speculator, DraftSpeculator)
     pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
     plan = Plan(
-        request_id="r#1", round_id=speculator._requests["r#1"].round_id, nodes=nodes, token_ids=token_ids
+        request_id="r#1",
+        round_id=speculator._requests["r#1"].round_id,
+        nodes=nodes,
+        token_ids=token_ids,
+        log_probs=[0.0] * len(token_ids),
     )
     pipeline.runtime.run_until(lambda: speculator._requests["r#1"].phase is Phase.PLANNING)
     pipeline.runtime.send(StageName.SPECULATOR, plan)

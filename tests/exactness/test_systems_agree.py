@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conf.schema import FanOut
+from conf.schema import FanOut, TreeConfig
 from pipeline.messages import Sampling
 from tests.tiny import PlainDecoder, TinyPipeline, draft_by_name, make_config, tiny_target
 
@@ -50,7 +50,7 @@ def test_linear_speculation_equals_the_plain_loop(
 
 @pytest.mark.parametrize("order_seed", [None, 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("fan_out", [FanOut.uniform, FanOut.geometric])
+@pytest.mark.parametrize("fan_out", list(FanOut))
 @pytest.mark.parametrize(("depth", "budget", "page_size"), [(1, 3, 1), (4, 1, 4), (4, 12, 16), (7, 8, 4)])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ssd_equals_the_plain_loop(
@@ -67,6 +67,50 @@ def test_ssd_equals_the_plain_loop(
     config = make_config(prepare_outcomes=True, depth=depth, budget=budget, page_size=page_size)
     config.speculation.fan_out = fan_out
     source = draft_by_name(draft, target, page_size=page_size)
+    pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+TREES = {
+    "widths 4 2 1": TreeConfig(widths=[4, 2, 1]),
+    "widths 2 2 2": TreeConfig(widths=[2, 2, 2]),
+    "widths 1 3": TreeConfig(widths=[1, 3]),
+    "12 best, 1 a step": TreeConfig(nodes=12, rows=1),
+    "9 best, 5 a step": TreeConfig(nodes=9, rows=5),
+    "2 best": TreeConfig(nodes=2),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_trees_equal_the_plain_loop(
+    expected: dict[float, list[int]], draft: str, tree: TreeConfig, temperature: float
+) -> None:
+    target = tiny_target()
+    config = make_config(page_size=1)
+    config.speculation.tree = tree
+    pipeline = TinyPipeline(config, target, draft_by_name(draft, target, page_size=1))
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize(("fan_out", "order_seed"), zip(FanOut, [1, 2, None], strict=True))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_trees_with_ssd_equal_the_plain_loop(
+    expected: dict[float, list[int]],
+    draft: str,
+    tree: TreeConfig,
+    fan_out: FanOut,
+    temperature: float,
+    order_seed: int | None,
+) -> None:
+    target = tiny_target()
+    config = make_config(prepare_outcomes=True, budget=6, page_size=4)
+    config.speculation.tree = tree
+    config.speculation.fan_out = fan_out
+    source = draft_by_name(draft, target, page_size=4)
     pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
 

@@ -194,7 +194,6 @@ def test_a_failing_turn_is_named(run, tmp_path, chat_model):
     ("argv", "expected"),
     [
         (["conf=saguro"], "there is no named run 'saguro'"),
-        (["conf=tree"], "conf=tree: this run is not available yet"),
         (["max_token=3"], "did you mean max_tokens?"),
         (["max_tokens=many"], "max_tokens=many: expected a whole number"),
         (["max_tokens=0"], "max_tokens=0: expected at least 1"),

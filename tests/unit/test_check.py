@@ -98,7 +98,6 @@ def test_the_ends_of_a_range_are_accepted(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        "speculation.fan_out=calibrated",
         "speculation.backup=ngram",
         "speculation.backup=random",
         "speculation.backup=auto",
@@ -111,10 +110,23 @@ def test_a_value_of_later_work_is_refused_by_name(argument):
     assert refused(argument).startswith(f"{argument}: not available yet; expected ")
 
 
-def test_tree_widths_are_refused_by_name():
-    assert refused("speculation.tree.widths=[4,2]").startswith(
-        "speculation.tree.widths=[4, 2]: not available yet"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["speculation.tree.widths=[]"],
+            "widths=[]: expected 1 to 128 numbers of at least 1, such as [4,2,1]",
+        ),
+        (["speculation.tree.widths=[2,0]"], "widths=[2,0]: expected 1 to 128 numbers of at least 1"),
+        (["speculation.tree.widths=[40,40]"], "expected at most 1024 nodes, these are 1640; lower some"),
+        (["speculation.tree.nodes=0"], "speculation.tree.nodes=0: expected at least 1"),
+        (["speculation.tree.nodes=2000"], "speculation.tree.nodes=2000: expected at most 1024"),
+        (["speculation.tree.rows=0"], "speculation.tree.rows=0: expected at least 1"),
+        (["speculation.tree.nodes=4", "speculation.tree.widths=[2]"], "expected either nodes or widths"),
+    ],
+)
+def test_shapes_that_no_tree_has_are_refused(arguments, expected):
+    assert expected in refused(*arguments)
 
 
 @pytest.mark.parametrize(

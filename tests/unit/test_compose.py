@@ -131,14 +131,12 @@ def test_an_unknown_key_is_named_with_the_nearest_one(argument, expected):
     ("argument", "expected"),
     [
         ("conf=saguro", "there is no named run 'saguro'; did you mean saguaro?"),
-        ("conf=null", "autoregressive, saguaro, speculative, ssd"),
+        ("conf=null", "autoregressive, saguaro, saguaro_tree, speculative, ssd, tree"),
         ("conf=[ssd,saguaro]", "there is no named run"),
         ("conf=../conf/ssd", "there is no named run"),
-        ("conf=tree", "conf=tree: this run is not available yet"),
-        ("conf=saguaro_tree", "conf=saguaro_tree: this run is not available yet"),
         ("model=llama", "available: custom, demo; a model of your own is given as model.path="),
         ("placement=gpu", "available: cpu_shared, cpu_split"),
-        ("speculation=4", "available: linear, none, saguaro, ssd"),
+        ("speculation=4", "available: linear, none, saguaro, saguaro_tree, ssd, tree"),
     ],
 )
 def test_an_unknown_group_file_is_refused_with_those_there_are(argument, expected):
@@ -163,7 +161,7 @@ def test_an_unknown_group_file_is_refused_with_those_there_are(argument, expecte
         ("temperature=${oc.env:PATH}", "a number"),
         ("chat=maybe", "true or false or null"),
         ("model.dtype=fp8", "one of bfloat16, float32, float64"),
-        ("speculation.draft.kind=null", "one of none, model, layers, ngram"),
+        ("speculation.draft.kind=null", "one of none, auto, model, layers, ngram"),
         ("speculation.tree.widths=[a]", "a list of whole numbers such as [4,2,1] or null"),
         ("speculation.tree.widths=3", "a list of whole numbers such as [4,2,1] or null"),
     ],

@@ -110,10 +110,9 @@ class Watched(ModelDraft):
             for node in job.nodes:
                 following = job.tree.next_tokens[node]
                 if following is not None:
-                    best = following.best()
-                    ids, _ = following.top(9)
-                    assert best == ids[0]
-                    self.named.update(ids)
+                    ranked = following.ranked(9)
+                    assert following.ranked(1) == ranked[:1]
+                    self.named.update(token for token, _ in ranked)
 
 
 def watched_draft(draft_folder: Path, target_folder: Path) -> Watched:
@@ -152,7 +151,8 @@ def scores_at_root(source: DraftSource, temperature: float) -> tuple[list[int], 
     source.extend([ExtendJob(request_id="r", tree=tree, nodes=list(range(len(PROMPT))))])
     following = tree.next_tokens[tree.root]
     assert following is not None
-    return following.top(VOCAB_SIZE)
+    ranked = following.ranked(VOCAB_SIZE)
+    return [token for token, _ in ranked], [log_prob for _, log_prob in ranked]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

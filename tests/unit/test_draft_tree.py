@@ -51,7 +51,6 @@ def test_a_hit_keeps_the_branch_and_moves_its_kv_behind_the_committed_tokens() -
     drafted = tree.add(67, bonus)
     _read(tree, bonus)
     result = tree.reroot(0, 66)
-    assert result.is_cached
     # Slots: root 2, 101 at 3, 102 at 4, 55 at 5, 66 at 6, 67 (unread) at 7.
     assert (result.moved_from, result.moved_to) == ([6], [4])
     tree.drop_read_prefix()
@@ -65,7 +64,7 @@ def test_a_hit_keeps_the_branch_and_moves_its_kv_behind_the_committed_tokens() -
 def test_a_miss_keeps_the_accepted_path_and_an_unread_root() -> None:
     tree = _round([7, 8, 9])
     result = tree.reroot(1, 77)
-    assert not result.is_cached
+    assert (result.moved_from, result.moved_to) == ([], [])
     tree.drop_read_prefix()
     # 102 was never read: it waits before the root, as a committed token to catch up on.
     assert tree.token_ids == [102, 77]
@@ -73,14 +72,28 @@ def test_a_miss_keeps_the_accepted_path_and_an_unread_root() -> None:
     assert (tree.prefix_len, tree.root, tree.committed_len) == (4, 1, 6)
 
 
-def test_a_proposed_child_and_an_open_branch_are_no_new_branches() -> None:
+def test_a_proposed_child_is_no_branch_and_an_open_branch_stays_one() -> None:
     tree = _round([7, 8, 9])
     assert tree.add_branch(-1, 101) is None
     assert tree.add_branch(0, 102) is None
-    assert tree.add_branch(0, 101) is not None
-    assert tree.add_branch(0, 101) is None
+    opened = tree.add_branch(0, 101)
+    assert opened is not None
+    assert tree.add_branch(0, 101) == opened
     # Nothing is excluded after the last node.
     assert tree.add_branch(1, 102) is not None
+
+
+def test_what_was_read_and_left_out_of_the_proposal_is_kept_when_it_comes_true() -> None:
+    tree = _round([7, 8, 9])
+    left_out = tree.add(103, 1)
+    _read(tree, 2, left_out)
+    below = tree.add(104, left_out)
+    result = tree.reroot(0, 103)
+    # Slots: root 2, 101 at 3, 102 at 4, 103 at 5, 104 (unread) at 6.
+    assert (result.moved_from, result.moved_to) == ([5], [4])
+    tree.drop_read_prefix()
+    assert tree.token_ids == [103, 104]
+    assert below == 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -109,13 +122,15 @@ def test_random_outcomes_keep_tokens_and_kv_together(seed: int) -> None:
             chain.append(tip)
         read(chain if draw.random() < 0.5 else chain[:-1])
         tree.submit(chain)
+        opened = []
         if all(tree.is_read[node] for node in chain):
-            for _ in range(6):
-                branch = tree.add_branch(draw.randrange(-1, len(chain)), draw.randrange(9))
+            for outcome in {(draw.randrange(-1, len(chain)), draw.randrange(9)) for _ in range(6)}:
+                branch = tree.add_branch(*outcome)
                 if branch is not None:
+                    opened.append(outcome)
                     below = tree.add(draw.randrange(9), branch)
                     read([branch, below] if draw.random() < 0.5 else [branch])
-        accepted, bonus = draw.choice(list(tree.branches) or [(draw.randrange(-1, len(chain)), 8)])
+        accepted, bonus = draw.choice(opened or [(draw.randrange(-1, len(chain)), 8)])
         new = [*path(tree.proposal_node(accepted))[len(committed) :], bonus]
         rerooting = tree.reroot(accepted, bonus)
         values = [slots[slot] for slot in rerooting.moved_from]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from pipeline.messages import BeginDraft, Sampling
 from stages.draft_speculator.draft_source import ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
@@ -23,8 +27,9 @@ def test_counts_come_before_recency_and_recency_breaks_ties() -> None:
     next_tokens = tree.next_tokens[node]
     assert next_tokens is not None
     # After "3 5" nothing is known, after "5" 1 came three times, 2 twice, 3 once.
-    assert next_tokens.top(9)[0] == [1, 2, 3]
-    assert next_tokens.best() == 1
+    ranked = next_tokens.ranked(9)
+    assert [token for token, _ in ranked] == [1, 2, 3]
+    assert [math.exp(log_prob) for _, log_prob in ranked] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
 
 
 def test_a_context_that_never_stood_before_has_no_continuation() -> None:
@@ -32,8 +37,7 @@ def test_a_context_that_never_stood_before_has_no_continuation() -> None:
     draft.extend([ExtendJob(request_id="r", tree=tree, nodes=tree.unread_committed())])
     next_tokens = tree.next_tokens[tree.root]
     assert next_tokens is not None
-    assert next_tokens.best() is None
-    assert next_tokens.top(3) == ([], [])
+    assert next_tokens.ranked(3) == []
 
 
 def test_look_up_sees_drafted_tokens_and_what_was_committed_since() -> None:
@@ -44,7 +48,7 @@ def test_look_up_sees_drafted_tokens_and_what_was_committed_since() -> None:
     draft.extend([ExtendJob(request_id="r", tree=tree, nodes=[drafted])])
     after = tree.next_tokens[drafted]
     assert after is not None
-    assert after.best() == 3
+    assert after.ranked(1)[0][0] == 3
     tree.submit([drafted])
     draft.reroot("r", tree.reroot(0, 8), tree)
     tree.drop_read_prefix()

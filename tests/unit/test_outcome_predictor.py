@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.tensor_pool import PoolSpec, TensorPool, TensorRef, pool_bytes
 from stages.outcome_predictor.stage import OutcomePredictor
 
 SPEC = PoolSpec(name="candidate_ids", num_slots=2, shape=(3, 5), dtype="int32")
+LOG_PROBS = PoolSpec(name="candidate_log_probs", num_slots=2, shape=(3, 5), dtype="float32")
 
 
 class _Outbox:
@@ -44,18 +46,26 @@ class _Setup:
             config, StageContext(outbox=self.outbox, pools=_NoPools(), settings=b"")
         )
         self.pool = TensorPool(SPEC, bytearray(pool_bytes(SPEC)), is_writable=True)
-        pools: Mapping[str, TensorPool] = {"candidate_ids": self.pool}
+        self.log_probs = TensorPool(LOG_PROBS, bytearray(pool_bytes(LOG_PROBS)), is_writable=True)
+        pools: Mapping[str, TensorPool] = {
+            "candidate_ids": self.pool,
+            "candidate_log_probs": self.log_probs,
+        }
         self.predictor.setup()
         self.predictor.connect(pools)
 
-    def candidates(self, request_id: str = "a", **changes: object) -> Candidates:
+    def candidates(
+        self, request_id: str = "a", *, probs: list[float] | None = None, **changes: object
+    ) -> Candidates:
         rows = np.arange(15, dtype=np.int32).reshape(3, 5)
+        law = np.array(probs or [0.5, 0.2, 0.1, 0.1, 0.1], dtype=np.float32)
         fields = {
             "request_id": request_id,
             "round_id": 3,
             "token_ids": [0, 6],
             "parents": [-1, 0],
             "candidate_ids": self.pool.write(rows),
+            "candidate_log_probs": self.log_probs.write(np.log(np.tile(law, (3, 1)))),
             **changes,
         }
         return Candidates(**fields)  # type: ignore[arg-type]
@@ -117,3 +127,44 @@ def test_candidates_with_a_broken_tree_or_an_unknown_pool_are_refused() -> None:
         with pytest.raises(ProtocolError):
             setup.predictor.handle(setup.candidates(**changes))
     assert setup.outbox.plans == []
+
+
+def test_calibrated_takes_the_likeliest_outcomes_over_all_nodes() -> None:
+    """Every row has the law 0.5 0.2 0.1 0.1 0.1. Proposed: 0 after the root, then 6, the second choice."""
+    setup = _Setup(FanOut.calibrated)
+    setup.predictor.handle(setup.candidates())
+    plan = setup.outbox.plans[-1]
+    # After the first node (reached with 0.5) token 5 has 0.5; after the root token 1 has 0.2.
+    assert list(zip(plan.nodes, plan.token_ids, strict=True))[:2] == [(0, 5), (-1, 1)]
+    assert [math.exp(log_prob) for log_prob in plan.log_probs] == pytest.approx([0.25, 0.2, 0.1, 0.1])
+
+
+def test_calibrated_learns_how_sharp_the_target_is() -> None:
+    """Where the target always takes the draft's first choice, the draft is worth trusting further down."""
+    setup = _Setup(FanOut.calibrated)
+
+    def last(node: int) -> float:
+        plan = setup.outbox.plans[-1]
+        return sum(math.exp(p) for n, p in zip(plan.nodes, plan.log_probs, strict=True) if n == node)
+
+    proposed = {"token_ids": [0, 5], "parents": [-1, 0]}
+    setup.predictor.handle(setup.candidates(**proposed))
+    before = last(1)
+    for _ in range(50):
+        setup.predictor.handle(setup.candidates(**proposed))
+        outcome = Outcome(
+            request_id="a", round_id=3, committed_len=9, accepted_node=1, bonus_token=10, num_accepted=2,
+            num_proposed=2,
+        )  # fmt: skip
+        setup.predictor.handle(outcome)
+    setup.predictor.handle(setup.candidates(**proposed))
+    assert last(1) > 0.9 > before
+
+
+def test_an_outcome_that_the_draft_did_not_name_teaches_nothing_and_breaks_nothing() -> None:
+    setup = _Setup(FanOut.calibrated)
+    setup.predictor.handle(setup.candidates())
+    setup.predictor.handle(_outcome("a", 0))
+    setup.predictor.handle(_outcome("unknown", 0))
+    setup.predictor.handle(setup.candidates())
+    assert len(setup.outbox.plans) == 2

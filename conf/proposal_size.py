@@ -1,0 +1,30 @@
+"""How large a proposal can be: the draft that makes it and the target that verifies it must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conf.schema import SpeculationConfig
+
+
+def proposal_depth(speculation: SpeculationConfig) -> int:
+    """Most levels below the root."""
+    widths = speculation.tree.widths
+    return speculation.depth if widths is None else len(widths)
+
+
+def proposal_nodes(speculation: SpeculationConfig) -> int:
+    """Most nodes."""
+    tree = speculation.tree
+    if tree.widths is not None:
+        return nodes_of_widths(tree.widths)
+    return speculation.depth if tree.nodes is None else tree.nodes
+
+
+def nodes_of_widths(widths: Sequence[int]) -> int:
+    """Nodes of a tree whose nodes at depth d have widths[d] children."""
+    total, level = 0, 1
+    for width in widths:
+        level *= width
+        total += level
+    return total

@@ -1,0 +1,156 @@
+"""How a proposal grows below a node: which of the tokens that may follow are in it, and what to read next.
+
+A *selection* is the best proposal that what has been read so far allows. It is worked out anew whenever it
+is needed, from `DraftTree.next_tokens`: nothing has to be kept or undone when an outcome re-roots the tree,
+and an unfinished selection can be served at any moment. Three shapes, one rule:
+
+- a chain of K tokens: one child a node;
+- fixed widths: the best widths[d] children of every node at depth d;
+- best first (as EAGLE-2, arXiv 2406.16858, ranks its nodes): the N nodes with the likeliest paths. A node's
+  probability is that of its parent times the draft's for the token, under the shared noise.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conf.proposal_size import proposal_depth, proposal_nodes
+from conf.schema import SpeculationConfig
+from stages.draft_speculator.draft_tree import DraftTree
+
+_MOST_CHILDREN = 8
+"""Children of a node that best first considers."""
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The form of every proposal of a run."""
+
+    depth: int
+    """K: levels below the root."""
+    widths: tuple[int, ...] | None
+    """Children of a node by its depth, one number a level; None: best first."""
+    most_children: int
+    """Of any node."""
+    num_nodes: int
+    """Most nodes of a proposal."""
+    rows: int
+    """Most nodes read in one step, the branches of a request together."""
+
+    @classmethod
+    def of(cls, speculation: SpeculationConfig) -> Shape:
+        """The shape that a configuration asks for. A chain is a tree of width 1."""
+        num_nodes, depth = proposal_nodes(speculation), proposal_depth(speculation)
+        tree = speculation.tree
+        if tree.widths is None and tree.nodes is not None:
+            most = min(_MOST_CHILDREN, num_nodes)
+            return cls(depth=depth, widths=None, most_children=most, num_nodes=num_nodes, rows=tree.rows)
+        widths = tuple(tree.widths or [1] * depth)
+        return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=_ALL)
+
+    def width(self, depth: int) -> int:
+        """Children of a node at this depth that are considered."""
+        return self.widths[depth] if self.widths else self.most_children
+
+
+class Entry(NamedTuple):
+    """One node of a selection."""
+
+    parent: int
+    """Index of its parent in the selection, -1 for the node that it grows below."""
+    token_id: int
+    log_prob: float
+    """Of the path down to it."""
+    depth: int
+    node: int | None
+    """Its tree index, if it is in the tree."""
+
+
+@dataclass(slots=True)
+class Anchor:
+    """A node that a proposal grows below: the root, or the bonus token of a branch."""
+
+    node: int
+    depth: int
+    """Levels worth growing."""
+    log_prob: float = 0.0
+    """How likely it is that this proposal will be asked for."""
+
+
+def select(tree: DraftTree, anchor: int, shape: Shape, *, depth: int) -> list[Entry]:
+    """The proposal below `anchor`, parents first; at most `depth` levels, and no more than the shape's."""
+    limit = min(depth, shape.depth)
+    children = tree.children()
+    entries: list[Entry] = []
+    queue: list[tuple[float, int, Entry]] = []
+    num_queued = 0
+    node, index, log_prob, level = anchor, -1, 0.0, 0
+    while True:
+        following = tree.next_tokens[node] if level < limit else None
+        if following is not None:
+            for token, token_log_prob in following.ranked(shape.width(level)):
+                path = log_prob + token_log_prob
+                entry = Entry(index, token, path, level + 1, children.get((node, token)))
+                # Fixed widths go level by level. Ties keep the order in which they came.
+                heapq.heappush(queue, (float(level) if shape.widths else -path, num_queued, entry))
+                num_queued += 1
+        while queue and len(entries) < shape.num_nodes:
+            entry = heapq.heappop(queue)[2]
+            entries.append(entry)
+            if entry.node is not None:
+                break
+        else:
+            return entries
+        node, index, log_prob, level = entry.node, len(entries) - 1, entry.log_prob, entry.depth
+
+
+def grow(tree: DraftTree, anchors: Sequence[Anchor], shape: Shape, *, room: int) -> list[int]:
+    """Add the likeliest unread nodes of the anchors' proposals, and return what to read next, ascending.
+
+    room: most nodes to add. Empty when all that is worth reading was read: a node at the last level is not,
+    because nothing can follow it.
+    """
+    wanted: list[tuple[float, int, int]] = []
+    selections: list[list[Entry]] = []
+    for number, anchor in enumerate(anchors):
+        if not tree.is_read[anchor.node]:
+            selections.append([])
+            wanted.append((-anchor.log_prob, number, -1))
+            continue
+        entries = select(tree, anchor.node, shape, depth=anchor.depth)
+        selections.append(entries)
+        last = min(anchor.depth, shape.depth)
+        for index, entry in enumerate(entries):
+            if entry.depth < last and (entry.node is None or not tree.is_read[entry.node]):
+                wanted.append((-anchor.log_prob - entry.log_prob, number, index))
+    wanted.sort()
+    nodes: list[int] = []
+    for _, number, index in wanted[: shape.rows]:
+        if index < 0:
+            nodes.append(anchors[number].node)
+            continue
+        entry = selections[number][index]
+        node = entry.node
+        if node is None:
+            if room <= 0:
+                continue
+            room -= 1
+            # Only nodes that were read have children in a selection, so the parent is in the tree.
+            parent = anchors[number].node if entry.parent < 0 else selections[number][entry.parent].node
+            assert parent is not None, "a selected child has a parent in the tree"
+            node = tree.add(entry.token_id, parent)
+        nodes.append(node)
+    return sorted(nodes)
+
+
+def settle(tree: DraftTree, anchor: int, entries: Sequence[Entry]) -> list[int]:
+    """Add what the selection lacks in the tree. Returns the tree index of every entry."""
+    nodes: list[int] = []
+    for entry in entries:
+        parent = anchor if entry.parent < 0 else nodes[entry.parent]
+        nodes.append(tree.add(entry.token_id, parent) if entry.node is None else entry.node)
+    return nodes

@@ -1,0 +1,115 @@
+"""What a proposal consists of, what is read for it, and in which order. Worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+from conf.schema import SpeculationConfig, TreeConfig
+from stages.draft_speculator.draft_tree import DraftTree
+from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
+
+LAWS = {
+    (): {1: 0.6, 2: 0.3, 3: 0.1},
+    (1,): {4: 0.5, 5: 0.4, 6: 0.1},
+    (2,): {7: 0.9, 8: 0.1},
+    (1, 4): {9: 1.0},
+    (2, 7): {9: 0.6, 8: 0.4},
+}
+"""What follows each path below the root."""
+
+
+class Law:
+    def __init__(self, probs: dict[int, float]) -> None:
+        self._probs = probs
+
+    def ranked(self, count: int) -> list[tuple[int, float]]:
+        return [(token, math.log(p)) for token, p in list(self._probs.items())[:count]]
+
+
+def _tree() -> DraftTree:
+    tree = DraftTree([50])
+    _read(tree, [0])
+    return tree
+
+
+def _read(tree: DraftTree, nodes: list[int]) -> None:
+    for node in nodes:
+        path = tuple(tree.token_ids[ancestor] for ancestor in reversed(tree.ancestors(node)))
+        tree.is_read[node] = True
+        tree.next_tokens[node] = Law(LAWS.get(path, {}))
+
+
+def _shape(**tree: object) -> Shape:
+    return Shape.of(SpeculationConfig(depth=3, tree=TreeConfig(**tree)))  # type: ignore[arg-type]
+
+
+def _grown(tree: DraftTree, anchors: list[Anchor], shape: Shape) -> list[list[int]]:
+    """Tokens read in each step, until nothing is left to read."""
+    steps = []
+    while nodes := grow(tree, anchors, shape, room=99):
+        steps.append([tree.token_ids[node] for node in nodes])
+        _read(tree, nodes)
+    return steps
+
+
+def _tokens(tree: DraftTree, shape: Shape, depth: int = 9) -> list[int]:
+    return [entry.token_id for entry in select(tree, tree.root, shape, depth=depth)]
+
+
+def test_a_chain_follows_the_best_token_and_does_not_read_its_end() -> None:
+    tree, shape = _tree(), _shape()
+    assert _grown(tree, [Anchor(0, 9)], shape) == [[1], [4]]
+    assert _tokens(tree, shape) == [1, 4, 9]
+
+
+def test_fixed_widths_take_their_children_level_by_level() -> None:
+    tree, shape = _tree(), _shape(widths=[2, 1])
+    assert _grown(tree, [Anchor(0, 9)], shape) == [[1, 2]]
+    assert _tokens(tree, shape) == [1, 2, 4, 7]
+
+
+def test_best_first_takes_the_likeliest_paths() -> None:
+    """1 has .6, 1 4 and 1 4 9 have .3, as 2 has; then come 2 7 with .27 and 1 5 with .24."""
+    tree, shape = _tree(), _shape(nodes=5, rows=1)
+    steps = _grown(tree, [Anchor(0, 9)], shape)
+    assert steps[0] == [1]
+    entries = select(tree, 0, shape, depth=9)
+    assert {entry.token_id for entry in entries[:4]} == {1, 2, 4, 9}
+    assert entries[4].token_id == 7
+    assert [round(math.exp(entry.log_prob), 2) for entry in entries] == [0.6, 0.3, 0.3, 0.3, 0.27]
+
+
+def test_no_more_levels_than_the_request_can_use() -> None:
+    tree, shape = _tree(), _shape(nodes=5)
+    assert _grown(tree, [Anchor(0, 1)], shape) == []
+    assert _tokens(tree, shape, depth=1) == [1, 2, 3]
+
+
+def test_an_unfinished_proposal_can_be_served() -> None:
+    tree, shape = _tree(), _shape()
+    _read(tree, grow(tree, [Anchor(0, 9)], shape, room=99))
+    assert _tokens(tree, shape) == [1, 4]
+
+
+def test_branches_share_the_rows_of_a_step_by_how_likely_they_are() -> None:
+    tree, shape = _tree(), _shape(nodes=5, rows=1)
+    first, second = tree.add(1, 0), tree.add(2, 0)
+    anchors = [Anchor(first, 9, math.log(0.1)), Anchor(second, 9, math.log(0.8))]
+    # The second branch itself, its child 7 with .72, below that 9 (.43) and 8 (.29); then the first, with .1.
+    assert _grown(tree, anchors, shape)[:5] == [[2], [7], [9], [8], [1]]
+
+
+def test_nothing_is_added_without_room() -> None:
+    tree, shape = _tree(), _shape(nodes=5)
+    assert grow(tree, [Anchor(0, 9)], shape, room=0) == []
+    assert len(tree) == 1
+
+
+def test_settling_adds_what_is_not_in_the_tree_and_keeps_parents_first() -> None:
+    tree, shape = _tree(), _shape(nodes=5, rows=1)
+    _grown(tree, [Anchor(0, 9)], shape)
+    nodes = settle(tree, 0, select(tree, 0, shape, depth=9))
+    tree.submit(nodes)
+    assert len(set(nodes)) == 5
+    assert all(parent < index for index, parent in enumerate(tree.proposal_parents()))
+    assert settle(tree, 0, select(tree, 0, shape, depth=9)) == nodes
