@@ -1,6 +1,6 @@
 """Tells the C library's allocator to keep freed memory, which it otherwise gives back and faults in again.
 
-A training step frees and takes the same hundreds of megabytes; on Linux the page faults were half its time.
+A training step frees and takes the same hundreds of megabytes, again and again.
 """
 
 from __future__ import annotations
