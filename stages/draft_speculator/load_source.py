@@ -87,7 +87,7 @@ def _make_runner(
 ) -> ModelRunner:
     """A runner with KV for `max_requests` requests of the longest context, and their trees."""
     longest = min(config.model.max_context, target_shape.max_position, model.shape.max_position)
-    return ModelRunner.for_requests(
+    runner = ModelRunner.for_requests(
         model,
         num_requests=config.max_requests,
         slots_per_request=longest + max_nodes,
@@ -95,3 +95,5 @@ def _make_runner(
         cpu_kernels=config.model.cpu_kernels,
         weight_format=config.speculation.draft.weights,
     )
+    runner.warm_up()
+    return runner

@@ -84,6 +84,7 @@ class TargetVerifier(Stage):
             weight_format=config.model.weights,
             is_format_binding=True,
         )
+        self._runner.warm_up()
         self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
         self._model = None  # the runner keeps packed copies of the weights
         self._eos_token_ids = frozenset(shape.eos_token_ids)

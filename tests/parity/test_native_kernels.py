@@ -152,6 +152,7 @@ def test_kernels_that_were_asked_for_and_cannot_be_had_are_an_error(
         cpu_kernels.choose_kernels(CpuKernels.native, wrong.shape, wrong.weights)
 
 
+@needs_native
 def test_a_compiler_that_fails_is_reported_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

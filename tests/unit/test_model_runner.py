@@ -195,3 +195,13 @@ def test_a_batch_that_names_slots_outside_its_handle_is_refused() -> None:
         runner.forward(ForwardBatch(token_ids=[1], positions=[512], sequences=[rows], logit_rows=None))
     with pytest.raises(AssertionError, match="token ids"):
         runner.forward(ForwardBatch(token_ids=[128], positions=[0], sequences=[rows], logit_rows=None))
+
+
+def test_a_warm_up_leaves_the_cache_idle_and_the_results_alone() -> None:
+    cold, warm = make_runner(), make_runner()
+    warm.warm_up()
+    warm.kv.check_integrity()
+    tokens = prompt_tokens(9)
+    assert torch.equal(
+        forward_chain(warm, warm.kv.allocate(9), tokens), forward_chain(cold, cold.kv.allocate(9), tokens)
+    )
