@@ -126,6 +126,11 @@ def _check_speculation(speculation: SpeculationConfig) -> None:
     no_draft = "conf=autoregressive decodes without a draft"
     _at_least("speculation.depth", speculation.depth, 1, advice=no_draft)
     _at_most("speculation.depth", speculation.depth, MAX_DEPTH)
+    if not 0 <= speculation.min_path_prob < 1:
+        raise ConfigError(
+            f"speculation.min_path_prob={speculation.min_path_prob}: expected at least 0 and less than 1; "
+            "0 reads on whatever the draft thinks of it"
+        )
     if speculation.prepare_outcomes:
         advice = "conf=speculative prepares no outcomes"
         _at_least("speculation.budget", speculation.budget, 1, advice=advice)
@@ -144,7 +149,8 @@ def _check_tree(speculation: SpeculationConfig) -> None:
             "speculation.tree.nodes", tree.nodes, 1, advice="conf=autoregressive decodes without a draft"
         )
         _at_most("speculation.tree.nodes", tree.nodes, MAX_NODES)
-    _at_least("speculation.tree.rows", tree.rows, 1)
+    if tree.rows is not None:
+        _at_least("speculation.tree.rows", tree.rows, 1)
     if tree.widths is not None:
         shown_widths = str(tree.widths).replace(" ", "")
         if not 1 <= len(tree.widths) <= MAX_DEPTH or min(tree.widths) < 1:

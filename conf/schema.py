@@ -124,8 +124,9 @@ class TreeConfig:
     """A fixed shape: how many children a node has, one number for each level."""
     nodes: int | None = None
     """Best first: the so many likeliest nodes, up to `speculation.depth` levels deep."""
-    rows: int = 8
-    """Best first: nodes that the draft reads in one step, all branches of a request together."""
+    rows: int | None = None
+    """Most nodes that the draft reads in one step, all branches of a request together, the likeliest first.
+    None: 8 for best first, else all."""
 
 
 @dataclass
@@ -150,6 +151,8 @@ class SpeculationConfig:
     """Draft continuations of the likely outcomes while the target verifies (SSD)."""
     depth: int = 4
     """K: tokens in a drafted chain."""
+    min_path_prob: float = 0.0
+    """While the target waits, the draft reads on only below nodes whose path it gives this probability."""
     budget: int = 16
     """B: outcomes prepared per round and request."""
     fan_out: FanOut = FanOut.uniform

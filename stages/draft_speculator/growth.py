@@ -13,6 +13,7 @@ and an unfinished selection can be served at any moment. Three shapes, one rule:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from stages.draft_speculator.draft_tree import DraftTree
 
 _MOST_CHILDREN = 8
 """Children of a node that best first considers."""
+_BEST_FIRST_ROWS = 8
 _ALL = 1 << 30
 
 
@@ -47,10 +49,10 @@ class Shape:
         num_nodes, depth = proposal_nodes(speculation), proposal_depth(speculation)
         tree = speculation.tree
         if tree.widths is None and tree.nodes is not None:
-            most = min(_MOST_CHILDREN, num_nodes)
-            return cls(depth=depth, widths=None, most_children=most, num_nodes=num_nodes, rows=tree.rows)
-        widths = tuple(tree.widths or [1] * depth)
-        return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=_ALL)
+            most, rows = min(_MOST_CHILDREN, num_nodes), tree.rows or _BEST_FIRST_ROWS
+            return cls(depth=depth, widths=None, most_children=most, num_nodes=num_nodes, rows=rows)
+        widths, rows = tuple(tree.widths or [1] * depth), tree.rows or _ALL
+        return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=rows)
 
     def width(self, depth: int) -> int:
         """Children of a node at this depth that are considered."""
@@ -108,11 +110,18 @@ def select(tree: DraftTree, anchor: int, shape: Shape, *, depth: int) -> list[En
         node, index, log_prob, level = entry.node, len(entries) - 1, entry.log_prob, entry.depth
 
 
-def grow(tree: DraftTree, anchors: Sequence[Anchor], shape: Shape, *, room: int) -> list[int]:
+def grow(
+    tree: DraftTree,
+    anchors: Sequence[Anchor],
+    shape: Shape,
+    *,
+    room: int,
+    min_log_prob: float = -math.inf,
+) -> list[int]:
     """Add the likeliest unread nodes of the anchors' proposals, and return what to read next, ascending.
 
-    room: most nodes to add. Empty when all that is worth reading was read: a node at the last level is not,
-    because nothing can follow it.
+    room: most nodes to add. min_log_prob: of the path down to a node that is worth reading.
+    Empty when all that is worth reading was read: a node at the last level is not, because nothing can follow it.
     """
     wanted: list[tuple[float, int, int]] = []
     selections: list[list[Entry]] = []
@@ -125,7 +134,8 @@ def grow(tree: DraftTree, anchors: Sequence[Anchor], shape: Shape, *, room: int)
         selections.append(entries)
         last = min(anchor.depth, shape.depth)
         for index, entry in enumerate(entries):
-            if entry.depth < last and (entry.node is None or not tree.is_read[entry.node]):
+            is_read = entry.node is not None and tree.is_read[entry.node]
+            if entry.depth < last and not is_read and entry.log_prob >= min_log_prob:
                 wanted.append((-anchor.log_prob - entry.log_prob, number, index))
     wanted.sort()
     nodes: list[int] = []

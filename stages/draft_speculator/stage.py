@@ -10,6 +10,7 @@ is served.
 
 from __future__ import annotations
 
+import math
 import time
 
 import msgspec
@@ -56,6 +57,8 @@ class DraftSpeculator(Stage):
         self._source_given = source
         self._has_cache = speculation.prepare_outcomes
         self._shape = Shape.of(speculation)
+        prob = speculation.min_path_prob
+        self._min_log_prob = math.log(prob) if prob > 0 else -math.inf
         self._budget = speculation.budget if self._has_cache else 0
         self._requests: dict[str, DraftRequest] = {}
 
@@ -248,7 +251,9 @@ class DraftSpeculator(Stage):
         useful = self._useful_depth(request, tree.committed_len)
         if useful > 0 and request.steps_left > 0:
             anchor = Anchor(tree.root, useful)
-            request.pending = grow(tree, [anchor], self._shape, room=self._room(tree))
+            request.pending = grow(
+                tree, [anchor], self._shape, room=self._room(tree), min_log_prob=self._min_log_prob
+            )
             if any(self._is_readable(tree, node) for node in request.pending):
                 request.steps_left -= 1
                 return

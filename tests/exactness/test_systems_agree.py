@@ -94,7 +94,7 @@ def test_trees_equal_the_plain_loop(
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
 
 
-@pytest.mark.parametrize(("fan_out", "order_seed"), zip(FanOut, [1, 2, None], strict=True))
+@pytest.mark.parametrize(("fan_out", "order_seed"), list(zip(FanOut, [1, 2, None], strict=True)))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -112,6 +112,20 @@ def test_trees_with_ssd_equal_the_plain_loop(
     config.speculation.fan_out = fan_out
     source = draft_by_name(draft, target, page_size=4)
     pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("prepare_outcomes", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("nodes", [None, 8])
+def test_a_draft_that_stops_when_in_doubt_changes_no_token(
+    expected: dict[float, list[int]], nodes: int | None, temperature: float, prepare_outcomes: bool
+) -> None:
+    target = tiny_target()
+    config = make_config(prepare_outcomes=prepare_outcomes, depth=6, budget=5)
+    config.speculation.min_path_prob = 0.2
+    config.speculation.tree = TreeConfig(nodes=nodes, rows=3)
+    pipeline = TinyPipeline(config, target, draft_by_name("noisy", target))
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
 
 

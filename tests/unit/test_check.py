@@ -121,6 +121,10 @@ def test_a_value_of_later_work_is_refused_by_name(argument):
         (["speculation.tree.widths=[40,40]"], "expected at most 1024 nodes, these are 1640; lower some"),
         (["speculation.tree.nodes=0"], "speculation.tree.nodes=0: expected at least 1"),
         (["speculation.tree.nodes=2000"], "speculation.tree.nodes=2000: expected at most 1024"),
+        (
+            ["speculation.min_path_prob=1"],
+            "speculation.min_path_prob=1.0: expected at least 0 and less than 1",
+        ),
         (["speculation.tree.rows=0"], "speculation.tree.rows=0: expected at least 1"),
         (["speculation.tree.nodes=4", "speculation.tree.widths=[2]"], "expected either nodes or widths"),
     ],

@@ -99,6 +99,22 @@ def test_branches_share_the_rows_of_a_step_by_how_likely_they_are() -> None:
     assert _grown(tree, anchors, shape)[:5] == [[2], [7], [9], [8], [1]]
 
 
+def test_the_rows_of_a_step_are_limited_for_chains_too() -> None:
+    tree, shape = _tree(), _shape(rows=1)
+    first, second = tree.add(1, 0), tree.add(2, 0)
+    anchors = [Anchor(first, 2, math.log(0.1)), Anchor(second, 2, math.log(0.8))]
+    assert _grown(tree, anchors, shape) == [[2], [7], [1], [4]]
+
+
+def test_an_unlikely_path_is_not_read_on() -> None:
+    """1 has .6, 1 4 has .3: with 0.5 asked for, 4 is proposed and what may follow it is not looked up."""
+    tree, shape = _tree(), _shape()
+    assert grow(tree, [Anchor(0, 9)], shape, room=9, min_log_prob=math.log(0.5)) == [1]
+    _read(tree, [1])
+    assert grow(tree, [Anchor(0, 9)], shape, room=9, min_log_prob=math.log(0.5)) == []
+    assert _tokens(tree, shape) == [1, 4]
+
+
 def test_nothing_is_added_without_room() -> None:
     tree, shape = _tree(), _shape(nodes=5)
     assert grow(tree, [Anchor(0, 9)], shape, room=0) == []
