@@ -81,12 +81,25 @@ class Anchor:
     """Levels worth growing."""
     log_prob: float = 0.0
     """How likely it is that this proposal will be asked for."""
+    selection: list[Entry] | None = None
+    """What `grow` last worked out, while nothing of it was read since."""
 
 
-def select(tree: DraftTree, anchor: int, shape: Shape, *, depth: int) -> list[Entry]:
-    """The proposal below `anchor`, parents first; at most `depth` levels, and no more than the shape's."""
+def select(
+    tree: DraftTree,
+    anchor: int,
+    shape: Shape,
+    *,
+    depth: int,
+    children: dict[tuple[int, int], int] | None = None,
+) -> list[Entry]:
+    """The proposal below `anchor`, parents first; at most `depth` levels, and no more than the shape's.
+
+    children: `tree.children()`, where the caller has it.
+    """
     limit = min(depth, shape.depth)
-    children = tree.children()
+    if children is None:
+        children = tree.children()
     entries: list[Entry] = []
     queue: list[tuple[float, int, Entry]] = []
     num_queued = 0
@@ -121,39 +134,44 @@ def grow(
     """Add the likeliest unread nodes of the anchors' proposals, and return what to read next, ascending.
 
     room: most nodes to add. min_log_prob: of the path down to a node that is worth reading.
-    Empty when all that is worth reading was read: a node at the last level is not, because nothing can follow it.
+    Empty when all that is worth reading was read: a node at the last level is not, for nothing can follow it.
     """
     wanted: list[tuple[float, int, int]] = []
-    selections: list[list[Entry]] = []
+    children = tree.children()
     for number, anchor in enumerate(anchors):
         if not tree.is_read[anchor.node]:
-            selections.append([])
             wanted.append((-anchor.log_prob, number, -1))
             continue
-        entries = select(tree, anchor.node, shape, depth=anchor.depth)
-        selections.append(entries)
+        if anchor.selection is None:
+            anchor.selection = select(tree, anchor.node, shape, depth=anchor.depth, children=children)
         last = min(anchor.depth, shape.depth)
-        for index, entry in enumerate(entries):
+        for index, entry in enumerate(anchor.selection):
             is_read = entry.node is not None and tree.is_read[entry.node]
             if entry.depth < last and not is_read and entry.log_prob >= min_log_prob:
                 wanted.append((-anchor.log_prob - entry.log_prob, number, index))
     wanted.sort()
     nodes: list[int] = []
+    changed: set[int] = set()
     for _, number, index in wanted[: shape.rows]:
+        anchor = anchors[number]
         if index < 0:
-            nodes.append(anchors[number].node)
+            nodes.append(anchor.node)
             continue
-        entry = selections[number][index]
+        assert anchor.selection is not None, "an anchor that was read has a selection"
+        entry = anchor.selection[index]
+        changed.add(number)
         node = entry.node
         if node is None:
             if room <= 0:
                 continue
             room -= 1
             # Only nodes that were read have children in a selection, so the parent is in the tree.
-            parent = anchors[number].node if entry.parent < 0 else selections[number][entry.parent].node
+            parent = anchor.node if entry.parent < 0 else anchor.selection[entry.parent].node
             assert parent is not None, "a selected child has a parent in the tree"
             node = tree.add(entry.token_id, parent)
         nodes.append(node)
+    for number in changed:
+        anchors[number].selection = None
     return sorted(nodes)
 
 

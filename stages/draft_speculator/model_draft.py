@@ -26,7 +26,7 @@ from stages.model.token_law import TokenLaw
 class LogitsRow:
     """`NextTokens` over one row of perturbed logits. More than the few best are sorted out when asked for."""
 
-    __slots__ = ("_few", "_log_total", "_row", "_token_ids")
+    __slots__ = ("_few", "_log_total", "_ranked", "_row", "_token_ids")
 
     def __init__(
         self, row: Tensor, few: list[tuple[int, float]], log_total: float, token_ids: list[int] | None
@@ -37,19 +37,24 @@ class LogitsRow:
         """
         self._row = row
         self._few = few
+        self._ranked: list[tuple[int, float]] | None = None
         self._log_total = log_total
         self._token_ids = token_ids
 
     def ranked(self, count: int) -> list[tuple[int, float]]:
         """Best first, excluded tokens left out."""
-        best = self._few[:count]
         if count > len(self._few):
             values, columns = self._row.topk(min(count, self._row.shape[-1]))
-            best = list(zip(columns.tolist(), values.tolist(), strict=True))
+            return self._named(list(zip(columns.tolist(), values.tolist(), strict=True)))
+        if self._ranked is None:
+            self._ranked = self._named(self._few)
+        return self._ranked[:count]
+
+    def _named(self, columns: list[tuple[int, float]]) -> list[tuple[int, float]]:
         ids = self._token_ids
         return [
             (column if ids is None else ids[column], value - self._log_total)
-            for column, value in best
+            for column, value in columns
             if value > -math.inf
         ]
 
