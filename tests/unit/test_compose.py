@@ -21,7 +21,7 @@ def test_nothing_given_is_the_saguaro_run_on_the_demo_model():
     assert config == compose(["conf=saguaro", "model=demo", "placement=cpu_split"])
     assert (config.model.name, config.model.path, config.max_tokens) == ("demo", None, 128)
     assert config.speculation.prepare_outcomes
-    assert config.speculation.fan_out is FanOut.geometric
+    assert config.speculation.fan_out is FanOut.calibrated
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,8 @@ def test_nothing_given_is_the_saguaro_run_on_the_demo_model():
         ("speculative", True, False),
         ("ssd", True, True),
         ("saguaro", True, True),
+        ("tree", True, False),
+        ("saguaro_tree", True, True),
     ],
 )
 def test_each_named_run_is_its_system_on_split_cores(name, has_draft, prepares):
@@ -42,7 +44,7 @@ def test_each_named_run_is_its_system_on_split_cores(name, has_draft, prepares):
 
 def test_the_two_ssd_runs_differ_in_the_fan_out():
     assert compose(["conf=ssd"]).speculation.fan_out is FanOut.uniform
-    assert compose(["conf=saguaro"]).speculation.fan_out is FanOut.geometric
+    assert compose(["conf=saguaro"]).speculation.fan_out is FanOut.calibrated
 
 
 def test_the_command_line_wins_over_the_named_run_in_any_order():
