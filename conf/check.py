@@ -23,7 +23,7 @@ from conf.schema import (
 
 AVAILABLE = {
     "speculation.fan_out": ("uniform", "geometric", "calibrated"),
-    "speculation.backup": ("sequential",),
+    "speculation.backup": ("sequential", "ngram"),
     "speculation.verification": ("coupled",),
     "speculation.saguaro_c": ("null",),
     "speculation.plan": ("fixed",),

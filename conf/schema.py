@@ -65,7 +65,9 @@ class Backup(str, Enum):
     """What drafts after a miss."""
 
     sequential = "sequential"
+    """The draft, while the target waits."""
     ngram = "ngram"
+    """Look-up in prompt and output, or nothing: the target verifies at once, and the draft prepares again."""
     random = "random"
     auto = "auto"
 

@@ -8,6 +8,7 @@ from enum import Enum
 from pipeline.messages import ProposalSource
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.growth import Anchor
+from stages.draft_speculator.ngram_draft import NgramIndex
 
 
 class Phase(Enum):
@@ -42,6 +43,8 @@ class DraftRequest:
     """Drafted tokens that were ready when the outcome came."""
     branches: list[Anchor] = field(default_factory=list)
     """The predicted outcomes that are being continued."""
+    lookup: NgramIndex | None = None
+    """Its committed tokens, where misses are answered by look-up."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
 

@@ -71,6 +71,15 @@ class NgramIndex:
                 return found
         return {}
 
+    def chain(self, count: int) -> list[int]:
+        """Up to `count` tokens: at each step the most frequent follower, the latest seen of several."""
+        context, found = self.tail(_MAX_NGRAM), list[int]()
+        while len(found) < count and (followers := self.followers(context)):
+            token = max(reversed(followers), key=followers.__getitem__)
+            found.append(token)
+            context = [*context, token][-_MAX_NGRAM:]
+        return found
+
 
 class _NgramRequest:
     def __init__(self, sampling: Sampling) -> None:

@@ -16,7 +16,7 @@ import time
 import msgspec
 import numpy as np
 
-from conf.schema import RunConfig
+from conf.schema import Backup, RunConfig
 from pipeline.errors import EngineDead, ProtocolError, RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
@@ -37,6 +37,7 @@ from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
 from stages.draft_speculator.load_source import load_source
+from stages.draft_speculator.ngram_draft import NgramIndex
 
 _log = get_logger(__name__)
 
@@ -57,6 +58,7 @@ class DraftSpeculator(Stage):
         self._source_given = source
         self._has_cache = speculation.prepare_outcomes
         self._shape = Shape.of(speculation)
+        self._has_fillers = self._has_cache and speculation.backup is Backup.ngram
         prob = speculation.min_path_prob
         self._min_log_prob = math.log(prob) if prob > 0 else -math.inf
         self._budget = speculation.budget if self._has_cache else 0
@@ -125,6 +127,9 @@ class DraftSpeculator(Stage):
             can_draft=can_draft,
             phase=Phase.IDLE,
         )
+        if self._has_fillers:
+            request.lookup = NgramIndex()
+            request.lookup.append(message.prompt_token_ids)
         self._requests[message.request_id] = request
         num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
@@ -145,6 +150,9 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         _check_outcome(outcome, request)
+        if request.lookup is not None:
+            path = reversed(tree.ancestors(tree.proposal_node(outcome.accepted_node)))
+            request.lookup.append([*(tree.token_ids[node] for node in path), outcome.bonus_token])
         rerooting = tree.reroot(outcome.accepted_node, outcome.bonus_token)
         if request.can_draft:
             self._source.reroot(request.request_id, rerooting, tree)
@@ -158,6 +166,9 @@ class DraftSpeculator(Stage):
         if ready:
             request.source = ProposalSource.HIT
             self._send_proposal(request, useful)
+        elif request.lookup is not None:
+            request.source = ProposalSource.BACKUP
+            self._submit(request, self._filler(tree, request.lookup.chain(useful)))
         else:
             request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
             request.phase = Phase.DRAFTING
@@ -259,9 +270,21 @@ class DraftSpeculator(Stage):
                 return
         self._send_proposal(request, useful)
 
+    def _filler(self, tree: DraftTree, token_ids: list[int]) -> list[int]:
+        """A chain below the root that no draft stands behind; nothing else hangs there after a miss."""
+        nodes: list[int] = []
+        for token in token_ids[: self._shape.num_nodes]:
+            nodes.append(tree.add(token, nodes[-1] if nodes else tree.root))
+        return nodes
+
     def _send_proposal(self, request: DraftRequest, useful: int) -> None:
         tree = request.tree
-        tree.submit(settle(tree, tree.root, select(tree, tree.root, self._shape, depth=useful)))
+        selection = select(tree, tree.root, self._shape, depth=useful)
+        self._submit(request, settle(tree, tree.root, selection))
+
+    def _submit(self, request: DraftRequest, nodes: list[int]) -> None:
+        tree = request.tree
+        tree.submit(nodes)
         self._outbox.send(
             StageName.VERIFIER,
             Proposal(

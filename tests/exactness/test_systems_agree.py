@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conf.schema import FanOut, TreeConfig
+from conf.schema import Backup, FanOut, TreeConfig
 from pipeline.messages import Sampling
 from tests.tiny import PlainDecoder, TinyPipeline, draft_by_name, make_config, tiny_target
 
@@ -112,6 +112,21 @@ def test_trees_with_ssd_equal_the_plain_loop(
     config.speculation.fan_out = fan_out
     source = draft_by_name(draft, target, page_size=4)
     pipeline = TinyPipeline(config, target, source, order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("order_seed", [None, 3])
+@pytest.mark.parametrize("tree", [TreeConfig(), TreeConfig(widths=[2, 2]), TreeConfig(nodes=7, rows=4)])
+@pytest.mark.parametrize("draft", ["oracle", "noisy", "scripted", "ngram"])
+def test_misses_answered_by_look_up_change_no_token(
+    expected: dict[float, list[int]], draft: str, tree: TreeConfig, order_seed: int | None, temperature: float
+) -> None:
+    target = tiny_target()
+    config = make_config(prepare_outcomes=True, budget=4, page_size=4)
+    config.speculation.tree = tree
+    config.speculation.backup = Backup.ngram
+    pipeline = TinyPipeline(config, target, draft_by_name(draft, target, page_size=4), order_seed=order_seed)
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
 
 

@@ -98,7 +98,6 @@ def test_the_ends_of_a_range_are_accepted(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        "speculation.backup=ngram",
         "speculation.backup=random",
         "speculation.backup=auto",
         "speculation.verification=rejection",

@@ -32,6 +32,16 @@ def test_counts_come_before_recency_and_recency_breaks_ties() -> None:
     assert [math.exp(log_prob) for _, log_prob in ranked] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
 
 
+def test_a_chain_of_followers_ends_where_nothing_followed() -> None:
+    index = NgramIndex()
+    index.append([1, 2, 3, 9, 1, 2])
+    assert index.chain(2) == [3, 9]
+    assert index.chain(9)[:4] == [3, 9, 1, 2]
+    assert NgramIndex().chain(3) == []
+    index.append([7])
+    assert index.chain(3) == []
+
+
 def test_a_context_that_never_stood_before_has_no_continuation() -> None:
     draft, tree = _begin([1, 2, 3])
     draft.extend([ExtendJob(request_id="r", tree=tree, nodes=tree.unread_committed())])
