@@ -61,6 +61,8 @@ class TargetVerifier(Stage):
         self._sequences: dict[str, Sequence] = {}
         self._by_draft_id: dict[str, Sequence] = {}
         self._num_admitted = 0
+        self._held: list[tuple[StageName, Committed | Outcome]] = []
+        """News of the last round that can wait until the next forward is under way."""
         self._clock = TargetClock()
         self._watch = DraftWatch(config.speculation.draft)
 
@@ -171,6 +173,7 @@ class TargetVerifier(Stage):
     def work(self) -> bool:
         """Admit one request, or run one round, or make noise ahead."""
         if self._waiting and len(self._sequences) < self._config.max_requests:
+            self._send_held()
             self._admit(self._waiting.popleft())
             return True
         sequences = list(self._sequences.values())
@@ -238,6 +241,7 @@ class TargetVerifier(Stage):
 
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
+        self._send_held()
         start_ns = time.monotonic_ns()
         proposals = [s.proposal for s in sequences if s.proposal is not None]
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
@@ -292,7 +296,7 @@ class TargetVerifier(Stage):
             )
             self._outbox.send(StageName.SPECULATOR, outcome)
             if self._has_cache:
-                self._outbox.send(StageName.PREDICTOR, outcome)
+                self._held.append((StageName.PREDICTOR, outcome))
         if sequence.round_id > 0:
             sequence.clock.end_round(
                 num_proposed=num_proposed,
@@ -320,21 +324,27 @@ class TargetVerifier(Stage):
         finish_reason: FinishReason | None,
     ) -> None:
         """Hand the block to the detokenizer; with a finish reason, end the request."""
-        self._outbox.send(
-            StageName.DETOKENIZER,
-            Committed(
-                request_id=sequence.request_id,
-                round_id=sequence.round_id,
-                token_ids=block,
-                num_accepted=num_accepted,
-                source=sequence.source(),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                finish_reason=finish_reason,
-                metrics=None if finish_reason is None else sequence.clock.metrics(),
-            ),
+        committed = Committed(
+            request_id=sequence.request_id,
+            round_id=sequence.round_id,
+            token_ids=block,
+            num_accepted=num_accepted,
+            source=sequence.source(),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            finish_reason=finish_reason,
+            metrics=None if finish_reason is None else sequence.clock.metrics(),
         )
+        self._held.append((StageName.DETOKENIZER, committed))
+        if finish_reason is not None or sequence.round_id == 0:
+            self._send_held()
         if finish_reason is not None:
             self._release(sequence)
+
+    def _send_held(self) -> None:
+        """Send what nobody waits for: its receivers share cores with the draft, which must answer first."""
+        for receiver, message in self._held:
+            self._outbox.send(receiver, message)
+        self._held.clear()
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a request everywhere."""

@@ -358,15 +358,15 @@ def test_a_plan_for_nodes_that_were_not_proposed_is_refused(nodes: list[int], to
     pipeline.submit("r", PROMPT, _greedy())
     speculator = pipeline.runtime.stages[StageName.SPECULATOR]
     assert isinstance(speculator, DraftSpeculator)
-    pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
-    plan = Plan(
-        request_id="r#1",
-        round_id=speculator._requests["r#1"].round_id,
-        nodes=nodes,
-        token_ids=token_ids,
-        log_probs=[0.0] * len(token_ids),
+    requests = speculator._requests
+    pipeline.runtime.run_until(
+        lambda: (
+            "r#1" in requests and requests["r#1"].round_id == 2 and requests["r#1"].phase is Phase.PLANNING
+        )
     )
-    pipeline.runtime.run_until(lambda: speculator._requests["r#1"].phase is Phase.PLANNING)
+    plan = Plan(
+        request_id="r#1", round_id=2, nodes=nodes, token_ids=token_ids, log_probs=[0.0] * len(token_ids)
+    )
     pipeline.runtime.send(StageName.SPECULATOR, plan)
     pipeline.runtime.run_until(lambda: pipeline.recorder.end("r") is not None)
     assert [name for name, _ in pipeline.runtime.protocol_errors] == [StageName.SPECULATOR]
@@ -389,7 +389,9 @@ def test_a_malformed_tree_is_refused_and_the_target_goes_on_without_it() -> None
     pipeline.runtime.hold = lambda sender, receiver, message: (
         isinstance(message, Proposal) and sender is StageName.SPECULATOR and message.round_id == 1
     )
-    pipeline.runtime.run_until(lambda: len(pipeline.recorder.committed) == 2)
+    verifier = pipeline.runtime.stages[StageName.VERIFIER]
+    assert isinstance(verifier, TargetVerifier)
+    pipeline.runtime.run_until(lambda: verifier._sequences["r"].round_id == 2)
     (name, error), *_ = pipeline.runtime.protocol_errors
     assert name is StageName.VERIFIER
     assert "parents come before" in str(error)
