@@ -54,7 +54,7 @@ class StageChild:
                 # what is sent to ours (by timeout, a closing terminal) is the supervisor's business. Not a
                 # session of its own: Linux schedules sessions as groups, which doubled the mail's latency.
                 self._process = subprocess.Popen(
-                    command, stdin=lifeline, stdout=2, env=_environment(spec.threads), process_group=0
+                    command, stdin=lifeline, stdout=2, env=_environment(spec), process_group=0
                 )
         except OSError as error:
             raise EngineDead(f"{spec.name.value} cannot be started: {error}") from error
@@ -100,11 +100,13 @@ class StageChild:
         self._process.kill()
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """The child's environment: our import path, in our order, and its number of threads."""
+def _environment(spec: StageSpec) -> dict[str, str]:
+    """The child's environment: our import path, in our order, and what its threads are to do."""
     paths = [os.path.abspath(path) for path in sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    environment.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    environment.update(dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)))
+    if spec.has_patient_threads:
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return environment
 
 

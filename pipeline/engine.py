@@ -177,6 +177,7 @@ def build_topology(config: RunConfig, plan: CorePlan) -> list[StageSpec]:
             if name is StageName.VERIFIER and owns_cores and waits_for_draft
             else 0,
             threads=threads.get(name, 1),
+            has_patient_threads=speculation.prepare_outcomes and not owns_cores and threads.get(name, 1) > 1,
         )
         for name in names
     ]

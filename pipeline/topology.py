@@ -33,6 +33,9 @@ class StageSpec:
     as a message. Worth it for a stage that has its cores to itself and soon gets an answer."""
     threads: int = 1
     """Threads of its numeric libraries."""
+    has_patient_threads: bool = False
+    """Its threads sleep while they wait for one another, where they would else spin: right where other stages
+    compute on the same cores, and slow where none does."""
 
 
 def check_topology(topology: Sequence[StageSpec]) -> None:

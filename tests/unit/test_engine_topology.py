@@ -43,6 +43,18 @@ def test_the_target_has_its_cores_and_everything_else_shares_the_others():
     assert {spec.threads for spec in topology.values()} == {1}
 
 
+def test_threads_that_share_their_cores_with_another_stage_do_not_spin():
+    shared = CorePlan(target=(0, 1), draft=(0, 1))
+
+    def patient(kind: DraftKind, plan: CorePlan) -> set[StageName]:
+        topology = build_topology(config(kind, kind is not DraftKind.none), plan)
+        return {spec.name for spec in topology if spec.has_patient_threads}
+
+    assert patient(DraftKind.layers, shared) == {StageName.VERIFIER, StageName.SPECULATOR}
+    assert patient(DraftKind.none, shared) == set()  # nothing computes beside it
+    assert patient(DraftKind.layers, PLAN) == set()
+
+
 @pytest.mark.parametrize(
     ("fields", "usable", "target", "draft"),
     [
