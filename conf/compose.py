@@ -27,7 +27,8 @@ _PATH_KEYS = ("model.path", "speculation.draft.path")
 def compose(arguments: Sequence[str] = ()) -> RunConfig:
     """Compose `key=value` arguments, each a key of the schema or a group, into a configuration.
 
-    Two short forms: `model.path=X` alone means `model=custom`, and `speculation.draft.path=X` or
+    Short forms: `model.path=X` alone means `model=custom`, `speculation.tree.widths=X` takes the place of the
+    named run's `nodes`, and `speculation.draft.path=X` or
     `speculation.draft.layers=N` alone chooses the draft kind that it belongs to, where the run has a draft.
 
     Raises `ConfigError` for an unknown key, group file or named run, for a key given twice, and for a value
@@ -41,6 +42,8 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
     config = compose_schema(RunConfig, folder=_FOLDER, file="config", given=given)
     _set_paths(config, paths)
     _settle_draft(config, given={*given, *paths})
+    if "speculation.tree.widths" in given and "speculation.tree.nodes" not in given:
+        config.speculation.tree.nodes = None  # the named run's own shape makes way
     return config
 
 

@@ -29,7 +29,7 @@ CHAINS = {
 }
 TREES = {
     "tree": ("conf=tree",),
-    "tree, fixed widths": ("conf=tree", "speculation.tree.nodes=null", "speculation.tree.widths=[3,2,1]"),
+    "tree, fixed widths": ("conf=tree", "speculation.tree.widths=[3,2,1]"),
     "saguaro_tree": ("conf=saguaro_tree",),
     "saguaro_tree, three at once": ("conf=saguaro_tree", "max_requests=3"),
 }

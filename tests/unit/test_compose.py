@@ -42,6 +42,13 @@ def test_each_named_run_is_its_system_on_split_cores(name, has_draft, prepares):
     assert config.placement.name == "cpu_split"
 
 
+def test_widths_take_the_place_of_the_named_runs_nodes():
+    tree = compose(["conf=tree", "speculation.tree.widths=[4,2,1]"]).speculation.tree
+    assert (tree.widths, tree.nodes) == ([4, 2, 1], None)
+    both = compose(["conf=tree", "speculation.tree.widths=[4]", "speculation.tree.nodes=3"]).speculation.tree
+    assert (both.widths, both.nodes) == ([4], 3)
+
+
 def test_the_two_ssd_runs_differ_in_the_fan_out():
     assert compose(["conf=ssd"]).speculation.fan_out is FanOut.uniform
     assert compose(["conf=saguaro"]).speculation.fan_out is FanOut.calibrated
