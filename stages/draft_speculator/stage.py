@@ -165,7 +165,9 @@ class DraftSpeculator(Stage):
         request.ready_length = len(ready)
         if ready:
             request.source = ProposalSource.HIT
-            self._send_proposal(request, useful)
+            if useful < self._shape.depth:
+                ready = select(tree, tree.root, self._shape, depth=useful)
+            self._submit(request, settle(tree, tree.root, ready))
         elif request.lookup is not None:
             request.source = ProposalSource.BACKUP
             self._submit(request, self._filler(tree, request.lookup.chain(useful)))
@@ -260,15 +262,18 @@ class DraftSpeculator(Stage):
         """Choose what the proposal reads next; send it when it is complete."""
         tree = request.tree
         useful = self._useful_depth(request, tree.committed_len)
+        anchor = Anchor(tree.root, useful)
         if useful > 0 and request.steps_left > 0:
-            anchor = Anchor(tree.root, useful)
             request.pending = grow(
                 tree, [anchor], self._shape, room=self._room(tree), min_log_prob=self._min_log_prob
             )
             if any(self._is_readable(tree, node) for node in request.pending):
                 request.steps_left -= 1
                 return
-        self._send_proposal(request, useful)
+        selection = anchor.selection
+        if selection is None:
+            selection = select(tree, tree.root, self._shape, depth=useful)
+        self._submit(request, settle(tree, tree.root, selection))
 
     def _filler(self, tree: DraftTree, token_ids: list[int]) -> list[int]:
         """A chain below the root that no draft stands behind; nothing else hangs there after a miss."""
@@ -276,11 +281,6 @@ class DraftSpeculator(Stage):
         for token in token_ids[: self._shape.num_nodes]:
             nodes.append(tree.add(token, nodes[-1] if nodes else tree.root))
         return nodes
-
-    def _send_proposal(self, request: DraftRequest, useful: int) -> None:
-        tree = request.tree
-        selection = select(tree, tree.root, self._shape, depth=useful)
-        self._submit(request, settle(tree, tree.root, selection))
 
     def _submit(self, request: DraftRequest, nodes: list[int]) -> None:
         tree = request.tree

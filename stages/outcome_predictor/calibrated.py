@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 _TAUS = tuple(math.pow(2.0, step / 4) for step in range(-10, 7))
 """From 0.18 to 2.8."""
+_TAU_COLUMN = np.array(_TAUS)[:, None]
 _DECAY = 0.995
 """Per observed choice: two hundred of them are remembered."""
 _UNKNOWN = math.log(1e-4)
@@ -93,8 +94,9 @@ class TauEstimate:
         while True:
             row = candidates.rows[node + 1]
             if token in row:
-                gains = [sharpened(row, tau)[token] for tau in _TAUS]
-                self._log_likelihood = self._log_likelihood * _DECAY + np.array(gains)
+                scaled = np.fromiter(row.values(), np.float64) / _TAU_COLUMN
+                gains = row[token] / _TAU_COLUMN[:, 0] - np.logaddexp.reduce(scaled, axis=1)
+                self._log_likelihood = self._log_likelihood * _DECAY + gains
             if node < 0:
                 return
             node, token = candidates.parents[node], candidates.token_ids[node]
