@@ -22,11 +22,8 @@ from conf.schema import (
 )
 
 AVAILABLE = {
-    "speculation.fan_out": ("uniform", "geometric", "calibrated"),
-    "speculation.backup": ("sequential", "ngram"),
     "speculation.verification": ("coupled",),
     "speculation.saguaro_c": ("null",),
-    "speculation.plan": ("fixed",),
 }
 """What these keys may be so far; their other values belong to later work."""
 
@@ -111,11 +108,8 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
 
 def _check_later_work(speculation: SpeculationConfig) -> None:
     given = {
-        "speculation.fan_out": speculation.fan_out.name,
-        "speculation.backup": speculation.backup.name,
         "speculation.verification": speculation.verification.name,
         "speculation.saguaro_c": _typed(speculation.saguaro_c),
-        "speculation.plan": speculation.plan.name,
     }
     for key, value in given.items():
         if value not in AVAILABLE[key]:
@@ -188,6 +182,14 @@ def _check_draft(speculation: SpeculationConfig) -> None:
         _at_least("speculation.draft.layers", draft.layers, 1)
     elif draft.layers is not None:
         _refuse_without_kind("speculation.draft.layers", str(draft.layers), draft.kind, "layers")
+    _at_least("speculation.draft.look_up", draft.look_up, 0, advice="0 looks nothing up")
+    _at_most("speculation.draft.look_up", draft.look_up, MAX_DEPTH)
+    if draft.look_up and draft.kind in (DraftKind.none, DraftKind.ngram):
+        raise ConfigError(
+            f"speculation.draft.look_up={draft.look_up}: expected a draft beside which to look up, and the "
+            f"run has speculation.draft.kind={draft.kind.name}; set that to auto, model or layers, or leave "
+            "look_up out"
+        )
 
 
 def _at_least(key: str, value: int, least: int, *, advice: str = "raise it") -> None:

@@ -13,8 +13,13 @@ def proposal_depth(speculation: SpeculationConfig) -> int:
     return speculation.depth if widths is None else len(widths)
 
 
+def submitted_nodes(speculation: SpeculationConfig) -> int:
+    """Most nodes that the target is asked to verify: the draft's, and what is looked up beside them."""
+    return proposal_nodes(speculation) + speculation.draft.look_up
+
+
 def proposal_nodes(speculation: SpeculationConfig) -> int:
-    """Most nodes."""
+    """Most nodes that are the draft's."""
     tree = speculation.tree
     if tree.widths is not None:
         return nodes_of_widths(tree.widths)

@@ -69,7 +69,9 @@ class Backup(str, Enum):
     ngram = "ngram"
     """Look-up in prompt and output, or nothing: the target verifies at once, and the draft prepares again."""
     random = "random"
+    """Random tokens of the text so far: a yardstick for the others."""
     auto = "auto"
+    """The draft where what a step wins is worth its measured time to all requests that wait, else look-up."""
 
 
 class Verification(str, Enum):
@@ -83,7 +85,9 @@ class PlanMode(str, Enum):
     """Whether depth, tree and budget are chosen online."""
 
     fixed = "fixed"
+    """As configured."""
     auto = "auto"
+    """By measured times, acceptance and speed; what is configured is the most that is used."""
 
 
 @dataclass
@@ -141,6 +145,8 @@ class DraftConfig:
     """For kind `model`: Hugging Face id, local folder, or .gguf file."""
     layers: int | None = None
     """For kind `layers`: how many of the target's first layers to keep."""
+    look_up: int = 0
+    """Tokens looked up in prompt and output that each proposal may hold beside the draft's, in one tree."""
     weights: WeightFormat = WeightFormat.int8
     """Format of the draft's matrices; without the C kernels it is `model.dtype`. No answer depends on it."""
 
@@ -166,7 +172,7 @@ class SpeculationConfig:
     saguaro_c: float | None = None
     """C of Saguaro sampling; belongs to the rejection rule."""
     plan: PlanMode = PlanMode.fixed
-    """`fixed`: depth, budget and tree as given."""
+    """Whether depth, tree, branches, and whether to speculate at all, are chosen online."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
 

@@ -127,6 +127,27 @@ class TokenizedRequest(Message, frozen=True, kw_only=True):
     submitted_ns: int
 
 
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `speculation.plan=auto` goes by, as measured so far. Times in ms."""
+
+    verify_ms: float
+    """A target forward of one row for each request, as fitted..."""
+    verify_row_ms: float
+    """...and of each row more."""
+    step_ms: float
+    """A draft step that reads one row..."""
+    step_row_ms: float
+    """...and each row more."""
+    acceptance: float
+    """How often the target goes on to a child of a node that it reached."""
+    tokens_per_second: float
+    """Of all requests together: the price of time."""
+    least_chance: float
+    """Nodes less likely to be accepted are not verified."""
+    num_branches: int
+    """Outcomes that are prepared a round, at most."""
+
+
 class Proposal(Message, frozen=True, kw_only=True):
     """What the target shall verify in round `round_id`; from the speculator. May be empty."""
 
@@ -138,6 +159,10 @@ class Proposal(Message, frozen=True, kw_only=True):
     source: ProposalSource
     ready_length: int
     """Drafted tokens that were ready below this outcome, before any cut to what the request still needs."""
+    plan: PlanFigures | None = None
+    """What was planned by; None as long as it is what was configured."""
+    rest_rounds: Annotated[int, Meta(ge=0)] = 0
+    """Rounds after this one that the target shall run without waiting for a proposal: speculation rests."""
     draft_spans: list[tuple[int, int]]
     """When the draft computed for this request since its last proposal: (start, end) in ns, ascending."""
 
@@ -168,6 +193,10 @@ class Outcome(Message, frozen=True, kw_only=True):
     """Depth of `accepted_node`: 0 when nothing was accepted."""
     num_proposed: int
     """Nodes of the verified proposal."""
+    num_rows: int = 0
+    """Tokens in the target's forward, all requests of the round together."""
+    compute_ns: int = 0
+    """From the start of that forward to the target's choices; 0 for a prefill."""
 
 
 class EndDraft(Message, frozen=True, kw_only=True):
@@ -202,6 +231,8 @@ class Candidates(Message, frozen=True, kw_only=True):
     round_id: int
     token_ids: list[int]
     parents: list[int]
+    num_branches: int
+    """Outcomes that the draft has time to prepare: the plan names at most so many."""
     candidate_ids: TensorRef
     """[rows, width] int32."""
     candidate_log_probs: TensorRef
@@ -229,6 +260,10 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_hits: int | None
     cache_misses: int | None
     hit_rate: float | None
+    num_rest_rounds: int = 0
+    """Rounds without a proposal, because speculation did not pay (`plan=auto`)."""
+    plan: PlanFigures | None = None
+    """What `plan=auto` went by in the end."""
     mean_ready_length: float | None
     """Mean drafted tokens that were ready on a hit."""
     ttft_ms: float

@@ -32,6 +32,7 @@ def closing_table(
     wall_seconds: from the first submission to the last end.
     """
     rows = [*_token_rows(finished, wall_seconds), *_speculation_rows(finished), *_time_rows(finished)]
+    rows += _plan_rows(finished)
     num_rounds = sum(request.metrics.num_rounds for request in finished)
     for name, stage in stages.items():
         busy_ms = _ratio(stage.busy_ns / 1e6, num_rounds)
@@ -101,6 +102,24 @@ def _time_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
         ),
         ("target and draft at once", per_round([m.overlap_ms for m in metrics]), unit),
         ("overhead", per_round([m.overhead_ms for m in metrics]), f"{unit}, not computing and not drafting"),
+    ]
+
+
+def _plan_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]]:
+    """What `plan=auto` went by at the end of the last request; nothing where it had no say."""
+    plans = [request.metrics.plan for request in finished if request.metrics.plan is not None]
+    if not plans:
+        return []
+    plan = plans[-1]
+    rests = sum(request.metrics.num_rest_rounds for request in finished)
+    return [
+        ("plan: verification", _number(plan.verify_ms, 2), f"ms, and {plan.verify_row_ms:.2f} a row more"),
+        ("plan: draft step", _number(plan.step_ms, 2), f"ms, and {plan.step_row_ms:.2f} a row more"),
+        ("plan: acceptance", _number(plan.acceptance, 3), "of a child, where its parent was accepted"),
+        ("plan: price of time", _number(plan.tokens_per_second, 1), "tokens/s, of all requests"),
+        ("plan: least chance", _number(plan.least_chance, 3), "of a node that is worth verifying"),
+        ("plan: branches", str(plan.num_branches), "outcomes prepared a round, at most"),
+        ("plan: rested", str(rests), "rounds without speculation, because it did not pay"),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from pipeline.messages import ProposalSource
 from stages.draft_speculator.draft_tree import DraftTree
@@ -22,11 +23,22 @@ class Phase(Enum):
     IDLE = "waits for the outcome"
 
 
+class Submitted(NamedTuple):
+    """Why a node is in the proposal."""
+
+    log_prob: float | None
+    """Of the token, as the draft has it; None for one that was looked up."""
+    matched: int = 0
+    """See `LookedUp.matched`; 0 for a random one."""
+
+
 @dataclass(slots=True, kw_only=True)
 class DraftRequest:
     """Mutable state of one request; only the speculator touches it."""
 
     request_id: str
+    seed: int
+    """Of the request's sampling."""
     tree: DraftTree
     max_len: int
     can_draft: bool
@@ -43,10 +55,26 @@ class DraftRequest:
     """Drafted tokens that were ready when the outcome came."""
     branches: list[Anchor] = field(default_factory=list)
     """The predicted outcomes that are being continued."""
-    lookup: NgramIndex | None = None
-    """Its committed tokens, where misses are answered by look-up."""
+    text: NgramIndex | None = None
+    """Its committed tokens, where some are looked up."""
+    submitted: list[Submitted] = field(default_factory=list)
+    """Of the nodes of the proposal that is with the target."""
+    rest_left: int = 0
+    """Rounds that the target goes on to run without a proposal."""
+    is_resting: bool = False
+    """Whether the round that the target runs has no proposal because speculation rests."""
+    due_ns: float = 0.0
+    """When the outcome is expected."""
+    last_outcome_ns: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
+
+    def next_round(self) -> None:
+        """The outcome is known: what was planned for the round before is over."""
+        self.round_id += 1
+        self.branches = []
+        self.pending = []
+        self.submitted = []
 
     def useful_depth(self, committed_len: int, *, depth: int, max_position: int | None) -> int:
         """Tokens worth proposing behind `committed_len` committed ones.

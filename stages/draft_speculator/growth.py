@@ -13,8 +13,7 @@ and an unfinished selection can be served at any moment. Three shapes, one rule:
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +58,15 @@ class Shape:
         return self.widths[depth] if self.widths else self.most_children
 
 
+Valuation = Callable[[float], float]
+"""From the draft's log-probability of a token to the logarithm of what it counts for in the ranking."""
+
+
+def as_the_draft_has_it(log_prob: float) -> float:
+    """The plain valuation."""
+    return log_prob
+
+
 class Entry(NamedTuple):
     """One node of a selection."""
 
@@ -66,7 +74,9 @@ class Entry(NamedTuple):
     """Index of its parent in the selection, -1 for the node that it grows below."""
     token_id: int
     log_prob: float
-    """Of the path down to it."""
+    """Of the token after its parent, as the draft has it."""
+    log_value: float
+    """Sum of the valuations down the path to it."""
     depth: int
     node: int | None
     """Its tree index, if it is in the tree."""
@@ -79,8 +89,8 @@ class Anchor:
     node: int
     depth: int
     """Levels worth growing."""
-    log_prob: float = 0.0
-    """How likely it is that this proposal will be asked for."""
+    log_value: float = 0.0
+    """Log of how likely it is that this proposal will be asked for."""
     selection: list[Entry] | None = None
     """What `grow` last worked out, while nothing of it was read since."""
 
@@ -91,6 +101,7 @@ def select(
     shape: Shape,
     *,
     depth: int,
+    valuation: Valuation = as_the_draft_has_it,
     children: dict[tuple[int, int], int] | None = None,
 ) -> list[Entry]:
     """The proposal below `anchor`, parents first; at most `depth` levels, and no more than the shape's.
@@ -103,13 +114,13 @@ def select(
     entries: list[Entry] = []
     queue: list[tuple[float, int, Entry]] = []
     num_queued = 0
-    node, index, log_prob, level = anchor, -1, 0.0, 0
+    node, index, log_value, level = anchor, -1, 0.0, 0
     while True:
         following = tree.next_tokens[node] if level < limit else None
         if following is not None:
             for token, token_log_prob in following.ranked(shape.width(level)):
-                path = log_prob + token_log_prob
-                entry = Entry(index, token, path, level + 1, children.get((node, token)))
+                path = log_value + valuation(token_log_prob)
+                entry = Entry(index, token, token_log_prob, path, level + 1, children.get((node, token)))
                 # Fixed widths go level by level. Ties keep the order in which they came.
                 heapq.heappush(queue, (float(level) if shape.widths else -path, num_queued, entry))
                 num_queued += 1
@@ -120,7 +131,7 @@ def select(
                 break
         else:
             return entries
-        node, index, log_prob, level = entry.node, len(entries) - 1, entry.log_prob, entry.depth
+        node, index, log_value, level = entry.node, len(entries) - 1, entry.log_value, entry.depth
 
 
 def grow(
@@ -129,30 +140,35 @@ def grow(
     shape: Shape,
     *,
     room: int,
-    min_log_prob: float = -math.inf,
+    num_reads: Callable[[Sequence[float]], int],
+    valuation: Valuation = as_the_draft_has_it,
 ) -> list[int]:
     """Add the likeliest unread nodes of the anchors' proposals, and return what to read next, ascending.
 
-    room: most nodes to add. min_log_prob: of the path down to a node that is worth reading.
+    room: most nodes to add. num_reads: how many to read, given the log values of all that could be, falling.
     Empty when all that is worth reading was read: a node at the last level is not, for nothing can follow it.
     """
     wanted: list[tuple[float, int, int]] = []
     children = tree.children()
     for number, anchor in enumerate(anchors):
         if not tree.is_read[anchor.node]:
-            wanted.append((-anchor.log_prob, number, -1))
+            wanted.append((-anchor.log_value, number, -1))
             continue
         if anchor.selection is None:
-            anchor.selection = select(tree, anchor.node, shape, depth=anchor.depth, children=children)
+            anchor.selection = select(
+                tree, anchor.node, shape, depth=anchor.depth, valuation=valuation, children=children
+            )
         last = min(anchor.depth, shape.depth)
         for index, entry in enumerate(anchor.selection):
             is_read = entry.node is not None and tree.is_read[entry.node]
-            if entry.depth < last and not is_read and entry.log_prob >= min_log_prob:
-                wanted.append((-anchor.log_prob - entry.log_prob, number, index))
+            if entry.depth < last and not is_read:
+                wanted.append((-anchor.log_value - entry.log_value, number, index))
     wanted.sort()
+    if not wanted:
+        return []
     nodes: list[int] = []
     changed: set[int] = set()
-    for _, number, index in wanted[: shape.rows]:
+    for _, number, index in wanted[: num_reads([-cost for cost, _, _ in wanted])]:
         anchor = anchors[number]
         if index < 0:
             nodes.append(anchor.node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from pipeline.messages import BeginDraft, Sampling
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 
-_MAX_NGRAM = 4
+MAX_NGRAM = 4
 _MIN_NGRAM = 1
 
 
@@ -35,6 +36,14 @@ class Continuations:
         return self._ranked[:count]
 
 
+class LookedUp(NamedTuple):
+    """A token of a chain that was looked up."""
+
+    token_id: int
+    matched: int
+    """Tokens before it that stood before the same token earlier, up to `MAX_NGRAM`."""
+
+
 class NgramIndex:
     """Continuations of every n-gram in the committed tokens of one request."""
 
@@ -44,14 +53,14 @@ class NgramIndex:
         """n-gram -> follower -> count; dicts keep the order in which followers were last seen."""
 
     @property
-    def num_tokens(self) -> int:
+    def token_ids(self) -> Sequence[int]:
         """Committed tokens indexed so far."""
-        return len(self._tokens)
+        return self._tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
         """More committed tokens."""
         for token in token_ids:
-            for size in range(_MIN_NGRAM, min(_MAX_NGRAM, len(self._tokens)) + 1):
+            for size in range(_MIN_NGRAM, min(MAX_NGRAM, len(self._tokens)) + 1):
                 followers = self._followers.setdefault(tuple(self._tokens[-size:]), {})
                 followers[token] = followers.pop(token, 0) + 1
             self._tokens.append(token)
@@ -65,19 +74,26 @@ class NgramIndex:
 
         Later entries were seen more recently.
         """
-        for size in range(min(_MAX_NGRAM, len(context)), _MIN_NGRAM - 1, -1):
+        return self._match(context)[0]
+
+    def _match(self, context: Sequence[int]) -> tuple[dict[int, int], int]:
+        """`followers`, and the length of the suffix."""
+        for size in range(min(MAX_NGRAM, len(context)), _MIN_NGRAM - 1, -1):
             found = self._followers.get(tuple(context[-size:]))
             if found is not None:
-                return found
-        return {}
+                return found, size
+        return {}, 0
 
-    def chain(self, count: int) -> list[int]:
+    def chain(self, count: int) -> list[LookedUp]:
         """Up to `count` tokens: at each step the most frequent follower, the latest seen of several."""
-        context, found = self.tail(_MAX_NGRAM), list[int]()
-        while len(found) < count and (followers := self.followers(context)):
+        context, found = self.tail(MAX_NGRAM), list[LookedUp]()
+        while len(found) < count:
+            followers, size = self._match(context)
+            if not followers:
+                break
             token = max(reversed(followers), key=followers.__getitem__)
-            found.append(token)
-            context = [*context, token][-_MAX_NGRAM:]
+            found.append(LookedUp(token, size))
+            context = [*context, token][-MAX_NGRAM:]
         return found
 
 
@@ -108,12 +124,12 @@ class NgramDraft(DraftSource):
                     job.tree.next_tokens[node] = self._continuations(request, job.tree, node)
 
     def _index_committed(self, index: NgramIndex, tree: DraftTree) -> None:
-        num_new = tree.committed_len - index.num_tokens
+        num_new = tree.committed_len - len(index.token_ids)
         index.append(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
 
     def _continuations(self, request: _NgramRequest, tree: DraftTree, node: int) -> Continuations:
         path = [tree.token_ids[ancestor] for ancestor in reversed(tree.ancestors(node))]
-        context = [*request.index.tail(_MAX_NGRAM), *path][-_MAX_NGRAM:]
+        context = [*request.index.tail(MAX_NGRAM), *path][-MAX_NGRAM:]
         counts = request.index.followers(context)
         ids = list(reversed(counts))  # most recent first: the sort below is stable
         total = sum(counts.values())

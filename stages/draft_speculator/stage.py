@@ -10,13 +10,13 @@ is served.
 
 from __future__ import annotations
 
-import math
 import time
 
 import msgspec
 import numpy as np
 
-from conf.schema import Backup, RunConfig
+from conf.proposal_size import submitted_nodes
+from conf.schema import Backup, PlanMode, RunConfig
 from pipeline.errors import EngineDead, ProtocolError, RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
@@ -32,17 +32,23 @@ from pipeline.messages import (
 )
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import PoolSpec
-from stages.draft_speculator.draft_request import DraftRequest, Phase
+from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
-from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
+from stages.draft_speculator.fillers import hang, random_tokens
+from stages.draft_speculator.growth import Anchor, Entry, Shape, grow, select, settle
+from stages.draft_speculator.learning import learn
 from stages.draft_speculator.load_source import load_source
-from stages.draft_speculator.ngram_draft import NgramIndex
+from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.ngram_draft import LookedUp, NgramIndex
+from stages.draft_speculator.planner import OnlinePlanner, Planner
 
 _log = get_logger(__name__)
 
 _SLOTS_PER_REQUEST = 4
 """Candidate tensors a request may have under way: the predictor is at most a round behind."""
+_MOST_STEP_ROWS = 32
+"""Of one request: a reading of more is that of a prompt, and says little about steps."""
 
 
 class DraftSpeculator(Stage):
@@ -58,10 +64,15 @@ class DraftSpeculator(Stage):
         self._source_given = source
         self._has_cache = speculation.prepare_outcomes
         self._shape = Shape.of(speculation)
-        self._has_fillers = self._has_cache and speculation.backup is Backup.ngram
-        prob = speculation.min_path_prob
-        self._min_log_prob = math.log(prob) if prob > 0 else -math.inf
+        self._backup = speculation.backup if self._has_cache else Backup.sequential
+        self._num_look_up = speculation.draft.look_up
+        self._most_submitted = submitted_nodes(speculation)
         self._budget = speculation.budget if self._has_cache else 0
+        self._measures = Measures()
+        planner = OnlinePlanner if speculation.plan is PlanMode.auto else Planner
+        self._planner = planner(
+            self._shape, self._measures, min_path_prob=speculation.min_path_prob, budget=self._budget
+        )
         self._requests: dict[str, DraftRequest] = {}
 
     # --- life ----------------------------------------------------------------------------------------
@@ -72,7 +83,7 @@ class DraftSpeculator(Stage):
         after a miss, what best first reads and then leaves out, and room to settle one more proposal."""
         shape = self._shape
         left_out = 0 if shape.widths else shape.rows * shape.depth
-        return 2 * shape.num_nodes + self._budget * (shape.num_nodes + 1) + 1 + left_out
+        return 2 * self._most_submitted + self._budget * (shape.num_nodes + 1) + 1 + left_out
 
     def setup(self) -> None:
         """Load the draft and export the pools for the predictor's candidates."""
@@ -81,7 +92,7 @@ class DraftSpeculator(Stage):
         )
         if self._has_cache:
             num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
-            shape = (self._shape.num_nodes + 1, self._num_candidates)
+            shape = (self._most_submitted + 1, self._num_candidates)
             self._id_pool = self._context.pools.export(
                 PoolSpec(name="candidate_ids", num_slots=num_slots, shape=shape, dtype="int32")
             )
@@ -92,7 +103,7 @@ class DraftSpeculator(Stage):
     @property
     def _num_candidates(self) -> int:
         """Tokens that the predictor is told of after each node: it may want as many beside the children."""
-        return self._budget + self._shape.most_children
+        return self._budget + self._shape.most_children + (self._num_look_up > 0)
 
     def close(self) -> None:
         """Forget every request."""
@@ -122,14 +133,15 @@ class DraftSpeculator(Stage):
             _log.warning("request %s goes on without a draft: %s", message.request_id, error)
         request = DraftRequest(
             request_id=message.request_id,
+            seed=message.sampling.seed,
             tree=DraftTree(message.prompt_token_ids),
             max_len=message.max_len,
             can_draft=can_draft,
             phase=Phase.IDLE,
         )
-        if self._has_fillers:
-            request.lookup = NgramIndex()
-            request.lookup.append(message.prompt_token_ids)
+        if self._num_look_up or self._backup is not Backup.sequential:
+            request.text = NgramIndex()
+            request.text.append(message.prompt_token_ids)
         self._requests[message.request_id] = request
         num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
@@ -150,32 +162,53 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         _check_outcome(outcome, request)
-        if request.lookup is not None:
+        now_ns = time.monotonic_ns()
+        learn(self._measures, request, outcome, now_ns=now_ns, num_active=len(self._requests))
+        if request.text is not None:
             path = reversed(tree.ancestors(tree.proposal_node(outcome.accepted_node)))
-            request.lookup.append([*(tree.token_ids[node] for node in path), outcome.bonus_token])
+            request.text.append([*(tree.token_ids[node] for node in path), outcome.bonus_token])
         rerooting = tree.reroot(outcome.accepted_node, outcome.bonus_token)
         if request.can_draft:
             self._source.reroot(request.request_id, rerooting, tree)
         tree.drop_read_prefix()
-        request.round_id += 1
-        request.branches = []
-        request.pending = []
-        useful = self._useful_depth(request, tree.committed_len)
-        ready = select(tree, tree.root, self._shape, depth=self._shape.depth) if self._has_cache else []
+        request.next_round()
+        if request.rest_left > 0:
+            self._rest(request)
+        elif request.can_draft and (rest := self._planner.rest_rounds()):
+            request.rest_left = rest
+            request.source, request.ready_length = ProposalSource.DRAFT, 0
+            self._submit(request, [], [])
+            request.is_resting, request.phase = True, Phase.IDLE
+        else:
+            self._answer(request)
+
+    def _rest(self, request: DraftRequest) -> None:
+        """The target runs a round by itself. During the last one the draft reads what it has missed."""
+        request.rest_left -= 1
+        if request.rest_left > 0 or self._useful_depth(request, request.tree.committed_len + 1) == 0:
+            request.phase = Phase.IDLE
+        else:
+            request.phase = Phase.GLUING if self._has_cache else Phase.READING
+
+    def _answer(self, request: DraftRequest) -> None:
+        """Serve what is ready, or draft, or fill in."""
+        tree, depth = request.tree, self._shape.depth
+        request.is_resting = False
+        ready = self._select(tree, depth=depth) if self._has_cache else []
         request.ready_length = len(ready)
         if ready:
             request.source = ProposalSource.HIT
-            if useful < self._shape.depth:
-                ready = select(tree, tree.root, self._shape, depth=useful)
-            self._submit(request, settle(tree, tree.root, ready))
-        elif request.lookup is not None:
-            request.source = ProposalSource.BACKUP
-            self._submit(request, self._filler(tree, request.lookup.chain(useful)))
+            may_wait = self._planner.drafts_on()
         else:
             request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
-            request.phase = Phase.DRAFTING
-            request.steps_left = self._shape.depth
-            self._draft(request)
+            is_auto = self._backup is Backup.auto
+            may_wait = self._measures.pays_to_wait if is_auto else self._backup is Backup.sequential
+        request.phase = Phase.DRAFTING
+        request.steps_left = depth if may_wait else 0
+        self._draft(request)
+
+    def _select(self, tree: DraftTree, *, depth: int) -> list[Entry]:
+        return select(tree, tree.root, self._shape, depth=depth, valuation=self._planner.log_value)
 
     def _take_plan(self, plan: Plan) -> None:
         request = self._requests.get(plan.request_id)
@@ -193,7 +226,7 @@ class DraftSpeculator(Stage):
                 continue
             node = tree.add_branch(accepted_index, bonus_token)
             if node is not None and all(node != branch.node for branch in request.branches):
-                request.branches.append(Anchor(node, useful, log_prob))
+                request.branches.append(Anchor(node, useful, min(log_prob, 0.0)))
         request.phase = Phase.BRANCHING
         self._grow_branches(request)
 
@@ -218,6 +251,8 @@ class DraftSpeculator(Stage):
             start_ns = time.monotonic_ns()
             self._source.extend(jobs)
             span = (start_ns, time.monotonic_ns())
+            if (num_rows := sum(len(job.nodes) for job in jobs)) <= _MOST_STEP_ROWS * len(jobs):
+                self._measures.step.add(num_rows, span[1] - span[0])
             for job in jobs:
                 self._requests[job.request_id].spans.append(span)
                 # Shifts tree indices only where committed tokens were unread, and then no chain and no
@@ -256,7 +291,7 @@ class DraftSpeculator(Stage):
 
     def _room(self, tree: DraftTree) -> int:
         """Nodes that may be added, so that a proposal can still be settled after them."""
-        return self._max_nodes - (len(tree) - 1 - tree.root) - self._shape.num_nodes
+        return self._max_nodes - (len(tree) - 1 - tree.root) - self._most_submitted
 
     def _draft(self, request: DraftRequest) -> None:
         """Choose what the proposal reads next; send it when it is complete."""
@@ -265,26 +300,50 @@ class DraftSpeculator(Stage):
         anchor = Anchor(tree.root, useful)
         if useful > 0 and request.steps_left > 0:
             request.pending = grow(
-                tree, [anchor], self._shape, room=self._room(tree), min_log_prob=self._min_log_prob
+                tree,
+                [anchor],
+                self._shape,
+                room=self._room(tree),
+                num_reads=self._planner.waiting_reads,
+                valuation=self._planner.log_value,
             )
             if any(self._is_readable(tree, node) for node in request.pending):
                 request.steps_left -= 1
                 return
         selection = anchor.selection
         if selection is None:
-            selection = select(tree, tree.root, self._shape, depth=useful)
-        self._submit(request, settle(tree, tree.root, selection))
+            selection = self._select(tree, depth=useful)
+        self._propose(request, self._planner.keep(selection))
 
-    def _filler(self, tree: DraftTree, token_ids: list[int]) -> list[int]:
-        """A chain below the root that no draft stands behind; nothing else hangs there after a miss."""
-        nodes: list[int] = []
-        for token in token_ids[: self._shape.num_nodes]:
-            nodes.append(tree.add(token, nodes[-1] if nodes else tree.root))
-        return nodes
+    def _propose(self, request: DraftRequest, entries: list[Entry]) -> None:
+        """Submit a selection, with what was looked up beside it or, after a miss, in its place."""
+        tree = request.tree
+        nodes = settle(tree, tree.root, entries)
+        submitted = [Submitted(entry.log_prob) for entry in entries]
+        useful = self._useful_depth(request, tree.committed_len)
+        is_filler = not nodes and request.source is ProposalSource.BACKUP
+        most = self._shape.num_nodes if is_filler else self._num_look_up
+        if request.text is not None and useful > 0 and most > 0:
+            chain = self._filler(request, min(useful, self._shape.depth))
+            added = hang(tree, nodes, [token.token_id for token in chain], most=most)
+            base = tree.depth(added[0]) - 1 if added else 0
+            submitted += [Submitted(None, token.matched) for token in chain[base : base + len(added)]]
+            nodes += added
+        self._submit(request, nodes, submitted)
 
-    def _submit(self, request: DraftRequest, nodes: list[int]) -> None:
+    def _filler(self, request: DraftRequest, count: int) -> list[LookedUp]:
+        """Up to `count` tokens to follow the root that cost no draft step."""
+        assert request.text is not None, "only asked for where the text is kept"
+        if self._backup is Backup.random:
+            text, position = request.text.token_ids, request.tree.committed_len
+            tokens = random_tokens(text, seed=request.seed, position=position, count=count)
+            return [LookedUp(token, 0) for token in tokens]
+        return self._planner.keep_looked_up(request.text.chain(count))
+
+    def _submit(self, request: DraftRequest, nodes: list[int], submitted: list[Submitted]) -> None:
         tree = request.tree
         tree.submit(nodes)
+        request.submitted = submitted
         self._outbox.send(
             StageName.VERIFIER,
             Proposal(
@@ -295,10 +354,14 @@ class DraftSpeculator(Stage):
                 parents=tree.proposal_parents(),
                 source=request.source,
                 ready_length=request.ready_length,
+                rest_rounds=request.rest_left,
+                plan=self._planner.figures(),
                 draft_spans=request.spans,
             ),
         )
         request.spans = []
+        num_rows = sum(1 + len(r.tree.proposal) for r in self._requests.values())
+        request.due_ns = time.monotonic_ns() + self._measures.target.predict_ns(num_rows)
         can_prepare = self._has_cache and self._useful_depth(request, tree.committed_len + 1) > 0
         request.phase = Phase.GLUING if can_prepare else Phase.IDLE
 
@@ -320,6 +383,7 @@ class DraftSpeculator(Stage):
                 round_id=request.round_id,
                 token_ids=[tree.token_ids[node] for node in tree.proposal],
                 parents=tree.proposal_parents(),
+                num_branches=self._planner.num_branches(),
                 candidate_ids=self._id_pool.write(ids),
                 candidate_log_probs=self._log_prob_pool.write(log_probs),
             ),
@@ -329,7 +393,15 @@ class DraftSpeculator(Stage):
     def _grow_branches(self, request: DraftRequest) -> None:
         """Choose what the branches read next; rest when nothing worth reading is left."""
         tree = request.tree
-        request.pending = grow(tree, request.branches, self._shape, room=self._room(tree))
+        left_ns = request.due_ns - time.monotonic_ns()
+        request.pending = grow(
+            tree,
+            request.branches,
+            self._shape,
+            room=self._room(tree),
+            num_reads=lambda log_values: self._planner.branch_reads(log_values, left_ns=left_ns),
+            valuation=self._planner.log_value,
+        )
         if not any(self._is_readable(tree, node) for node in request.pending):
             request.phase = Phase.IDLE
 

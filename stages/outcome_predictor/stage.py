@@ -86,11 +86,12 @@ class OutcomePredictor(Stage):
 
     def _plan(self, message: Candidates) -> None:
         candidates = self._read(message)
+        budget = min(message.num_branches, self._budget)
         if self._policy is FanOut.calibrated:
-            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=self._budget)
+            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=budget)
             self._rounds[message.request_id] = candidates
         else:
-            outcomes = self._fixed_shares(message.request_id, candidates)
+            outcomes = self._fixed_shares(message.request_id, candidates, budget)
         self._outbox.send(
             StageName.SPECULATOR,
             Plan(
@@ -122,7 +123,9 @@ class OutcomePredictor(Stage):
             round_id=message.round_id, token_ids=message.token_ids, parents=message.parents, rows=rows
         )
 
-    def _fixed_shares(self, request_id: str, candidates: RoundCandidates) -> list[tuple[int, int, float]]:
+    def _fixed_shares(
+        self, request_id: str, candidates: RoundCandidates, budget: int
+    ) -> list[tuple[int, int, float]]:
         """`uniform` and `geometric`: every node has a share of the budget."""
         bonuses = [
             [token for token in row if token not in proposed]
@@ -131,7 +134,7 @@ class OutcomePredictor(Stage):
         reach = path_log_probs(candidates.rows, candidates.token_ids, candidates.parents)
         nodes = Nodes.tree(candidates.parents, reach)
         acceptance = self._acceptance.get(request_id, self._overall).value
-        counts = fan_outs(self._policy, nodes, budget=self._budget, acceptance=acceptance, power=_POWER)
+        counts = fan_outs(self._policy, nodes, budget=budget, acceptance=acceptance, power=_POWER)
         return choose_outcomes(bonuses, counts, nodes, acceptance=acceptance, power=_POWER)
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.messages import Proposal, ProposalSource, RequestMetrics
+from pipeline.messages import PlanFigures, Proposal, ProposalSource, RequestMetrics
 
 Span = tuple[int, int]
 
@@ -72,6 +72,7 @@ class _StartedRound:
     wait_ns: int
     draft_wait_ns: int
     overlap_ns: int
+    is_resting: bool
 
 
 class RoundClock:
@@ -96,6 +97,8 @@ class RoundClock:
         self._hits = 0
         self._misses = 0
         self._ready_lengths = 0
+        self._num_rest_rounds = 0
+        self._plan: PlanFigures | None = None
 
     def end_prefill(self, now_ns: int) -> None:
         """The first token is committed."""
@@ -104,7 +107,14 @@ class RoundClock:
         self._decode_start_ns = self._last_commit_ns = now_ns
         self._compute_ns_at_start = self._compute_ns_at_last_commit = self._target.compute_ns
 
-    def start_round(self, proposal: Proposal | None, *, draft_spans: Sequence[Span], now_ns: int) -> None:
+    def start_round(
+        self,
+        proposal: Proposal | None,
+        *,
+        draft_spans: Sequence[Span],
+        now_ns: int,
+        is_resting: bool = False,
+    ) -> None:
         """The target begins to verify.
 
         draft_spans: when the draft computed for any request of the round since its last proposal: all of
@@ -119,7 +129,10 @@ class RoundClock:
             wait_ns=0 if proposal is None else sum(end - start for start, end in waited),
             draft_wait_ns=overlap_ns(draft_spans, waited),
             overlap_ns=0 if proposal is None else overlap_ns(proposal.draft_spans, decoding),
+            is_resting=is_resting,
         )
+        if proposal is not None:
+            self._plan = proposal.plan or self._plan
 
     def end_round(self, *, num_proposed: int, num_accepted: int, num_committed: int, now_ns: int) -> None:
         """The started round is committed; the counts are those left after truncation."""
@@ -135,6 +148,7 @@ class RoundClock:
         elif started.source is ProposalSource.BACKUP:
             self._misses += 1
         self._num_rounds += 1
+        self._num_rest_rounds += started.is_resting
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
         self._num_output += num_committed
@@ -156,6 +170,8 @@ class RoundClock:
             cache_hits=self._hits if self._has_cache else None,
             cache_misses=self._misses if self._has_cache else None,
             hit_rate=self._hits / num_lookups if num_lookups else None,
+            num_rest_rounds=self._num_rest_rounds,
+            plan=self._plan,
             mean_ready_length=self._ready_lengths / self._hits if self._hits else None,
             ttft_ms=(self._decode_start_ns - self._submitted_ns) / 1e6,
             decode_seconds=decode_ns / 1e9 if has_decoded else None,

@@ -33,6 +33,23 @@ class Sequence:
     proposal: Proposal | None = field(default=None)
     """The proposal of round `round_id`, once it is here."""
 
+    rest_rounds: int = 0
+    """Rounds after this one that wait for no proposal."""
+    is_resting: bool = False
+    """Whether round `round_id` is such a one."""
+
+    @property
+    def waits_for_proposal(self) -> bool:
+        """Whether the next round must not start yet."""
+        return self.proposal is None and not self.is_resting
+
+    def next_round(self) -> None:
+        """The round is committed."""
+        self.round_id += 1
+        self.proposal = None
+        self.is_resting = self.rest_rounds > 0
+        self.rest_rounds = max(self.rest_rounds - 1, 0)
+
     @property
     def room(self) -> int:
         """Tokens this request may still get."""

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from conf.proposal_size import proposal_depth, proposal_nodes
+from conf.proposal_size import proposal_depth, submitted_nodes
 from conf.schema import DraftKind, DType, RunConfig
 from kernels.sampling import choose_coupled
 from kernels.tree import accept_path
@@ -55,7 +55,7 @@ class TargetVerifier(Stage):
         self._model = model
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
         self._has_cache = config.speculation.prepare_outcomes
-        self._max_nodes = proposal_nodes(config.speculation) if self._has_draft else 0
+        self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
         self._max_depth = proposal_depth(config.speculation) if self._has_draft else 0
         self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
@@ -154,6 +154,7 @@ class TargetVerifier(Stage):
                 source=ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT,
             )
         sequence.proposal = proposal
+        sequence.rest_rounds = proposal.rest_rounds
         if fault is not None:
             raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
 
@@ -179,7 +180,7 @@ class TargetVerifier(Stage):
         sequences = list(self._sequences.values())
         if not sequences:
             return False
-        if self._has_draft and any(s.proposal is None for s in sequences):
+        if self._has_draft and any(s.waits_for_proposal for s in sequences):
             return self._make_noise_ahead(sequences)
         self._run_round(sequences)
         return True
@@ -237,7 +238,7 @@ class TargetVerifier(Stage):
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
         sequence.clock.end_prefill(end_ns)
-        self._finish_round(sequence, block=choices, accepted=[], num_proposed=0)
+        self._finish_round(sequence, block=choices, accepted=[])
 
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
@@ -246,7 +247,12 @@ class TargetVerifier(Stage):
         proposals = [s.proposal for s in sequences if s.proposal is not None]
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
         for sequence in sequences:
-            sequence.clock.start_round(sequence.proposal, draft_spans=draft_spans, now_ns=start_ns)
+            sequence.clock.start_round(
+                sequence.proposal,
+                draft_spans=draft_spans,
+                now_ns=start_ns,
+                is_resting=sequence.is_resting,
+            )
         logits = self._runner.forward(round_batch(sequences))
         accepted_by_row: list[tuple[list[int], list[int]]] = []
         row = 0
@@ -259,9 +265,12 @@ class TargetVerifier(Stage):
             self._move_accepted_kv(sequence, accepted)
             accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus]))
             row += num_rows
-        self._clock.add(start_ns, time.monotonic_ns())
+        end_ns = time.monotonic_ns()
+        self._clock.add(start_ns, end_ns)
         for sequence, (accepted, block) in zip(sequences, accepted_by_row, strict=True):
-            self._finish_round(sequence, block=block, accepted=accepted, num_proposed=len(sequence.tree()[0]))
+            self._finish_round(
+                sequence, block=block, accepted=accepted, num_rows=row, compute_ns=end_ns - start_ns
+            )
 
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
         """The target's token for each row; `positions[i]` is where the token of row i would stand."""
@@ -278,9 +287,19 @@ class TargetVerifier(Stage):
             self._runner.kv.move(sequence.kv, src, dst)
 
     def _finish_round(
-        self, sequence: Sequence, *, block: list[int], accepted: list[int], num_proposed: int
+        self,
+        sequence: Sequence,
+        *,
+        block: list[int],
+        accepted: list[int],
+        num_rows: int = 0,
+        compute_ns: int = 0,
     ) -> None:
-        """Cut the block where the request ends, tell the draft side at once, then commit."""
+        """Cut the block where the request ends, tell the draft side at once, then commit.
+
+        num_rows, compute_ns: of the forward; see `Outcome`.
+        """
+        num_proposed = len(sequence.tree()[0])
         ending = find_ending(block, room=sequence.room, eos_token_ids=self._eos_token_ids)
         num_accepted = min(len(accepted), ending.num_kept)
         sequence.token_ids.extend(block[: ending.num_kept])
@@ -293,6 +312,8 @@ class TargetVerifier(Stage):
                 bonus_token=block[-1],
                 num_accepted=len(accepted),
                 num_proposed=num_proposed,
+                num_rows=num_rows,
+                compute_ns=compute_ns,
             )
             self._outbox.send(StageName.SPECULATOR, outcome)
             if self._has_cache:
@@ -311,8 +332,7 @@ class TargetVerifier(Stage):
             num_accepted=num_accepted,
             finish_reason=ending.finish_reason,
         )
-        sequence.round_id += 1
-        sequence.proposal = None
+        sequence.next_round()
         sequence.law.forget_before(len(sequence.token_ids))
 
     def _commit(

@@ -23,6 +23,7 @@ from pipeline.messages import (
 )
 from stages.draft_speculator.draft_request import Phase
 from stages.draft_speculator.model_draft import ModelDraft
+from stages.draft_speculator.planner import Planner
 from stages.draft_speculator.stage import DraftSpeculator
 from stages.model.weights import random_model
 from stages.outcome_predictor.stage import OutcomePredictor
@@ -464,3 +465,33 @@ def test_the_same_request_id_twice_is_refused() -> None:
     (failure,) = pipeline.runtime.outputs
     assert isinstance(failure, RequestFailed)
     assert "in use" in failure.reason
+
+
+class _Sleepy(Planner):
+    """Rests for three rounds after every other one."""
+
+    asked = 0
+
+    def rest_rounds(self) -> int:
+        self.asked += 1
+        return 3 if self.asked % 2 else 0
+
+
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+@pytest.mark.parametrize("prepare_outcomes", [False, True])
+def test_a_resting_speculation_changes_no_token_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch, prepare_outcomes: bool, order_seed: int | None
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _Sleepy)
+    target = tiny_target()
+    config = make_config(prepare_outcomes=prepare_outcomes)
+    pipeline = TinyPipeline(config, target, draft_by_name("oracle", target), order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _greedy(60)) == PlainDecoder(target).generate(PROMPT, _greedy(60))
+    end = pipeline.recorder.end("r")
+    assert end is not None
+    assert end.metrics is not None
+    plain = [m for m in pipeline.recorder.committed if m.source is None]
+    assert end.metrics.num_rest_rounds == len(plain) - 1, "the prefill has no proposal either"
+    assert end.metrics.num_rest_rounds >= 6
+    assert end.metrics.num_accepted_tokens > 0, "it speculates in between"
+    _assert_nothing_is_held(pipeline)

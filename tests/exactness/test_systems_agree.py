@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conf.schema import Backup, FanOut, TreeConfig
+from conf.schema import Backup, FanOut, PlanMode, TreeConfig
 from pipeline.messages import Sampling
 from tests.tiny import PlainDecoder, TinyPipeline, draft_by_name, make_config, tiny_target
 
@@ -141,6 +141,52 @@ def test_a_draft_that_stops_when_in_doubt_changes_no_token(
     config.speculation.min_path_prob = 0.2
     config.speculation.tree = TreeConfig(nodes=nodes, rows=3)
     pipeline = TinyPipeline(config, target, draft_by_name("noisy", target))
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("order_seed", [None, 3])
+@pytest.mark.parametrize("tree", [TreeConfig(), TreeConfig(widths=[2, 2]), TreeConfig(nodes=7, rows=4)])
+@pytest.mark.parametrize("backup", [Backup.random, Backup.auto])
+@pytest.mark.parametrize("draft", ["noisy", "anti"])
+def test_other_backups_and_tokens_looked_up_beside_the_draft_change_no_token(
+    expected: dict[float, list[int]],
+    draft: str,
+    backup: Backup,
+    tree: TreeConfig,
+    order_seed: int | None,
+    temperature: float,
+) -> None:
+    target = tiny_target()
+    config = make_config(prepare_outcomes=True, budget=4, page_size=4)
+    config.speculation.tree = tree
+    config.speculation.backup = backup
+    config.speculation.draft.look_up = 3
+    pipeline = TinyPipeline(config, target, draft_by_name(draft, target, page_size=4), order_seed=order_seed)
+    assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("order_seed", [None, 3])
+@pytest.mark.parametrize("tree", [TreeConfig(), TreeConfig(widths=[2, 2]), TreeConfig(nodes=7, rows=4)])
+@pytest.mark.parametrize("prepare_outcomes", [False, True])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_what_the_planner_chooses_changes_no_token(
+    expected: dict[float, list[int]],
+    draft: str,
+    prepare_outcomes: bool,
+    tree: TreeConfig,
+    order_seed: int | None,
+    temperature: float,
+) -> None:
+    """Its choices follow the clock, and so differ from run to run; the tokens must not."""
+    target = tiny_target()
+    config = make_config(prepare_outcomes=prepare_outcomes, budget=6, page_size=4)
+    config.speculation.tree = tree
+    config.speculation.plan = PlanMode.auto
+    config.speculation.backup = Backup.auto
+    config.speculation.draft.look_up = 2
+    pipeline = TinyPipeline(config, target, draft_by_name(draft, target, page_size=4), order_seed=order_seed)
     assert pipeline.generate(PROMPT, _sampling(temperature)) == expected[temperature]
 
 

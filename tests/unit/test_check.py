@@ -98,11 +98,8 @@ def test_the_ends_of_a_range_are_accepted(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        "speculation.backup=random",
-        "speculation.backup=auto",
         "speculation.verification=rejection",
         "speculation.saguaro_c=0.5",
-        "speculation.plan=auto",
     ],
 )
 def test_a_value_of_later_work_is_refused_by_name(argument):
@@ -112,6 +109,12 @@ def test_a_value_of_later_work_is_refused_by_name(argument):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            ["speculation.draft.kind=ngram", "speculation.draft.look_up=2"],
+            "speculation.draft.look_up=2: expected a draft beside which to look up, and the run has "
+            "speculation.draft.kind=ngram",
+        ),
+        (["speculation.draft.look_up=-1"], "speculation.draft.look_up=-1: expected at least 0"),
         (
             ["speculation.tree.widths=[]"],
             "widths=[]: expected 1 to 128 numbers of at least 1, such as [4,2,1]",

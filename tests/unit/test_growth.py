@@ -7,6 +7,8 @@ import math
 from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
+from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.planner import Planner
 
 LAWS = {
     (): {1: 0.6, 2: 0.3, 3: 0.1},
@@ -46,10 +48,15 @@ def _shape(**tree: object) -> Shape:
 def _grown(tree: DraftTree, anchors: list[Anchor], shape: Shape) -> list[list[int]]:
     """Tokens read in each step, until nothing is left to read."""
     steps = []
-    while nodes := grow(tree, anchors, shape, room=99):
+    reads = _planner(shape).waiting_reads
+    while nodes := grow(tree, anchors, shape, room=99, num_reads=reads):
         steps.append([tree.token_ids[node] for node in nodes])
         _read(tree, nodes)
     return steps
+
+
+def _planner(shape: Shape, min_path_prob: float = 0.0) -> Planner:
+    return Planner(shape, Measures(), min_path_prob=min_path_prob, budget=0)
 
 
 def _tokens(tree: DraftTree, shape: Shape, depth: int = 9) -> list[int]:
@@ -76,7 +83,7 @@ def test_best_first_takes_the_likeliest_paths() -> None:
     entries = select(tree, 0, shape, depth=9)
     assert {entry.token_id for entry in entries[:4]} == {1, 2, 4, 9}
     assert entries[4].token_id == 7
-    assert [round(math.exp(entry.log_prob), 2) for entry in entries] == [0.6, 0.3, 0.3, 0.3, 0.27]
+    assert [round(math.exp(entry.log_value), 2) for entry in entries] == [0.6, 0.3, 0.3, 0.3, 0.27]
 
 
 def test_no_more_levels_than_the_request_can_use() -> None:
@@ -87,7 +94,7 @@ def test_no_more_levels_than_the_request_can_use() -> None:
 
 def test_an_unfinished_proposal_can_be_served() -> None:
     tree, shape = _tree(), _shape()
-    _read(tree, grow(tree, [Anchor(0, 9)], shape, room=99))
+    _read(tree, grow(tree, [Anchor(0, 9)], shape, room=99, num_reads=len))
     assert _tokens(tree, shape) == [1, 4]
 
 
@@ -109,15 +116,16 @@ def test_the_rows_of_a_step_are_limited_for_chains_too() -> None:
 def test_an_unlikely_path_is_not_read_on() -> None:
     """1 has .6, 1 4 has .3: with 0.5 asked for, 4 is proposed and what may follow it is not looked up."""
     tree, shape = _tree(), _shape()
-    assert grow(tree, [Anchor(0, 9)], shape, room=9, min_log_prob=math.log(0.5)) == [1]
+    reads = _planner(shape, min_path_prob=0.5).waiting_reads
+    assert grow(tree, [Anchor(0, 9)], shape, room=9, num_reads=reads) == [1]
     _read(tree, [1])
-    assert grow(tree, [Anchor(0, 9)], shape, room=9, min_log_prob=math.log(0.5)) == []
+    assert grow(tree, [Anchor(0, 9)], shape, room=9, num_reads=reads) == []
     assert _tokens(tree, shape) == [1, 4]
 
 
 def test_nothing_is_added_without_room() -> None:
     tree, shape = _tree(), _shape(nodes=5)
-    assert grow(tree, [Anchor(0, 9)], shape, room=0) == []
+    assert grow(tree, [Anchor(0, 9)], shape, room=0, num_reads=len) == []
     assert len(tree) == 1
 
 

@@ -35,8 +35,8 @@ def test_counts_come_before_recency_and_recency_breaks_ties() -> None:
 def test_a_chain_of_followers_ends_where_nothing_followed() -> None:
     index = NgramIndex()
     index.append([1, 2, 3, 9, 1, 2])
-    assert index.chain(2) == [3, 9]
-    assert index.chain(9)[:4] == [3, 9, 1, 2]
+    assert index.chain(2) == [(3, 2), (9, 3)], "tokens, and how many before each matched"
+    assert [token for token, _ in index.chain(9)[:4]] == [3, 9, 1, 2]
     assert NgramIndex().chain(3) == []
     index.append([7])
     assert index.chain(3) == []

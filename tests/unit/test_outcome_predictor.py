@@ -64,6 +64,7 @@ class _Setup:
             "round_id": 3,
             "token_ids": [0, 6],
             "parents": [-1, 0],
+            "num_branches": 999,
             "candidate_ids": self.pool.write(rows),
             "candidate_log_probs": self.log_probs.write(np.log(np.tile(law, (3, 1)))),
             **changes,

@@ -1,0 +1,154 @@
+"""What the speculator measures as it runs: times, acceptance, and the speed of the whole engine.
+
+Knows nothing of trees or messages; the stage feeds it. Rates are tokens per ns, of all requests together.
+"""
+
+from __future__ import annotations
+
+from pipeline.messages import PlanFigures
+from stages.draft_speculator.calibration import Calibration
+from stages.draft_speculator.ngram_draft import MAX_NGRAM
+from stages.draft_speculator.time_model import TimeModel
+
+_DECAY = 0.95
+"""Per round: the last twenty or so count."""
+_KNOWN_AFTER = 6
+"""Rounds before the figures are gone by."""
+_LONG_ROUND = 4.0
+"""A round that took this many times the mean waited for something else: another request's prefill."""
+
+
+class Rate:
+    """Tokens over time, with forgetting."""
+
+    def __init__(self) -> None:
+        self.tokens = self.ns = 0.0
+        self.num_rounds = 0
+
+    def add(self, tokens: int, ns: float) -> None:
+        """A round."""
+        if self.num_rounds:
+            ns = min(ns, _LONG_ROUND * self.ns / self.weight)
+        self.tokens = self.tokens * _DECAY + tokens
+        self.ns = self.ns * _DECAY + ns
+        self.num_rounds += 1
+
+    @property
+    def weight(self) -> float:
+        """Sum of the rounds' weights."""
+        return (1 - _DECAY**self.num_rounds) / (1 - _DECAY)
+
+    @property
+    def value(self) -> float:
+        """Tokens per ns; 0 before the first round."""
+        return self.tokens / self.ns if self.ns else 0.0
+
+
+class Measures:
+    """Owned by the speculator, shared by all its requests."""
+
+    def __init__(self) -> None:
+        self.target = TimeModel()
+        """Of a verification, by the rows of the whole batch."""
+        self.step = TimeModel()
+        """Of a draft step, by the rows it reads."""
+        self.calibration = Calibration()
+        self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
+        """How often a looked-up token is right if those before it were, by the tokens that matched."""
+        self._acceptance = Ratio(0.5)
+        self._all = Rate()
+        self._speculative = Rate()
+        self._plain = Rate()
+        self._num_active = 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is enough to plan by."""
+        return self.target.is_known and self.step.is_known and self._all.num_rounds >= _KNOWN_AFTER
+
+    @property
+    def acceptance(self) -> float:
+        """How often the target goes on to a child of a node that it reached."""
+        return self._acceptance.value
+
+    @property
+    def price(self) -> float:
+        """Tokens lost a ns, when all requests wait."""
+        return self._all.value * self._num_active
+
+    @property
+    def price_of_row(self) -> float:
+        """Tokens lost by one row more in a verification."""
+        return self.price * self.target.slope_ns
+
+    @property
+    def speculative_rate(self) -> float:
+        """Of one request in rounds with proposals, since the last trial began."""
+        return self._speculative.value
+
+    @property
+    def plain_rate(self) -> float:
+        """Of one request in rounds without: as measured while resting, else what the target's times say."""
+        if self._plain.num_rounds >= _KNOWN_AFTER:
+            return self._plain.value
+        return 1 / self.target.predict_ns(self._num_active)
+
+    @property
+    def num_speculated(self) -> int:
+        """Rounds with proposals since the last trial began."""
+        return self._speculative.num_rounds
+
+    def figures(self, *, num_branches: int) -> PlanFigures | None:
+        """For the metrics; None before `is_known`."""
+        if not self.is_known:
+            return None
+        return PlanFigures(
+            verify_ms=self.target.predict_ns(self._num_active) / 1e6,
+            verify_row_ms=self.target.slope_ns / 1e6,
+            step_ms=self.step.predict_ns(1) / 1e6,
+            step_row_ms=self.step.slope_ns / 1e6,
+            acceptance=self.acceptance,
+            tokens_per_second=self.price * 1e9,
+            least_chance=self.price_of_row,
+            num_branches=num_branches,
+        )
+
+    def start_trial(self) -> None:
+        """Forget how fast speculation was."""
+        self._speculative = Rate()
+
+    @property
+    def pays_to_wait(self) -> bool:
+        """Whether the first draft step below the root wins more than it costs all requests."""
+        if not self.is_known:
+            return True
+        return self.acceptance > self.price * (self.step.predict_ns(1) + self.target.slope_ns)
+
+    def add_round(self, *, tokens: int, ns: float, is_plain: bool, num_active: int) -> None:
+        """One request committed `tokens`, `ns` after its last ones."""
+        self._num_active = num_active
+        self._all.add(tokens, ns)
+        (self._plain if is_plain else self._speculative).add(tokens, ns)
+
+    def add_continuation(self, *, was_accepted: bool) -> None:
+        """The target reached a node with children; it went on to one, or did not."""
+        self._acceptance.add(was_accepted)
+
+
+class Ratio:
+    """How often something is so, with forgetting."""
+
+    def __init__(self, start: float) -> None:
+        """start: the value before the first observation, which counts as five."""
+        self._start = start
+        self._yes = self._all = 0.0
+
+    def add(self, is_so: bool) -> None:
+        """One observation."""
+        self._yes = self._yes * 0.99 + is_so
+        self._all = self._all * 0.99 + 1
+
+    @property
+    def value(self) -> float:
+        """Between 0 and 1, never either."""
+        return (self._yes + 5 * self._start) / (self._all + 5)
