@@ -197,6 +197,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     """Tokens in the target's forward, all requests of the round together."""
     compute_ns: int = 0
     """From the start of that forward to the target's choices; 0 for a prefill."""
+    decided_ns: int = 0
+    """When the target had chosen."""
 
 
 class EndDraft(Message, frozen=True, kw_only=True):

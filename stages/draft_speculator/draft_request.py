@@ -65,7 +65,10 @@ class DraftRequest:
     """Whether the round that the target runs has no proposal because speculation rests."""
     due_ns: float = 0.0
     """When the outcome is expected."""
-    last_outcome_ns: int = 0
+    submitted_ns: int = 0
+    """When the proposal was sent."""
+    last_decided_ns: int = 0
+    """When the target chose last; 0 before it did."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
 

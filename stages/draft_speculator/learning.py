@@ -7,23 +7,23 @@ from stages.draft_speculator.draft_request import DraftRequest
 from stages.draft_speculator.measures import Measures
 
 
-def learn(
-    measures: Measures, request: DraftRequest, outcome: Outcome, *, now_ns: int, num_active: int
-) -> None:
+def learn(measures: Measures, request: DraftRequest, outcome: Outcome, *, num_active: int) -> None:
     """Count an outcome of the submitted proposal, before the tree is rerooted.
 
     num_active: requests that share the rounds.
     """
     if outcome.compute_ns > 0:
         measures.target.add(outcome.num_rows, outcome.compute_ns)
-    if request.last_outcome_ns:
+        if not request.is_resting:
+            measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - request.submitted_ns)
+    if request.last_decided_ns:
         measures.add_round(
             tokens=outcome.num_accepted + 1,
-            ns=now_ns - request.last_outcome_ns,
+            ns=outcome.decided_ns - request.last_decided_ns,
             is_plain=request.is_resting,
             num_active=num_active,
         )
-    request.last_outcome_ns = now_ns
+    request.last_decided_ns = outcome.decided_ns
     tree = request.tree
     parents = tree.proposal_parents()
     path = {-1, outcome.accepted_node}

@@ -10,10 +10,12 @@ from stages.draft_speculator.calibration import Calibration
 from stages.draft_speculator.ngram_draft import MAX_NGRAM
 from stages.draft_speculator.time_model import TimeModel
 
-_DECAY = 0.95
-"""Per round: the last twenty or so count."""
+_DECAY = 0.97
+"""Per round: the last thirty or so count."""
 _KNOWN_AFTER = 6
 """Rounds before the figures are gone by."""
+_TURNAROUND_SHARE = 0.1
+_LONGEST_TURNAROUND_NS = 5e6
 _LONG_ROUND = 4.0
 """A round that took this many times the mean waited for something else: another request's prefill."""
 
@@ -59,6 +61,7 @@ class Measures:
         self._all = Rate()
         self._speculative = Rate()
         self._plain = Rate()
+        self._turnaround_ns = 0.0
         self._num_active = 1
 
     @property
@@ -97,6 +100,14 @@ class Measures:
     def num_speculated(self) -> int:
         """Rounds with proposals since the last trial began."""
         return self._speculative.num_rounds
+
+    def verification_ns(self, rows: int) -> float:
+        """From a proposal's sending to the target's choices."""
+        return self._turnaround_ns + self.target.predict_ns(rows)
+
+    def add_turnaround(self, ns: float) -> None:
+        """So long a proposal was under way, and waited for others of its batch."""
+        self._turnaround_ns += _TURNAROUND_SHARE * (min(ns, _LONGEST_TURNAROUND_NS) - self._turnaround_ns)
 
     def figures(self, *, num_branches: int) -> PlanFigures | None:
         """For the metrics; None before `is_known`."""

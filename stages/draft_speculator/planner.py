@@ -158,12 +158,12 @@ class OnlinePlanner(Planner):
         return kept
 
     def num_branches(self) -> int:
-        """No more than can be read while the target verifies: planning takes time, too."""
+        """No more than can be read while the target verifies, a step being taken by the proposal itself."""
         measures = self.measures
         if not measures.is_known:
             return super().num_branches()
         rows = max(self._branch_rows, 1.0)
-        steps = measures.target.predict_ns(1 + self._shape.depth) / measures.step.predict_ns(rows)
+        steps = measures.verification_ns(1 + self._shape.depth) / measures.step.predict_ns(rows) - 1
         return max(min(self._budget, round(steps * rows)), min(_FEWEST_BRANCHES, self._budget))
 
     def figures(self) -> PlanFigures | None:

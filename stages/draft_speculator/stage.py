@@ -162,8 +162,7 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         _check_outcome(outcome, request)
-        now_ns = time.monotonic_ns()
-        learn(self._measures, request, outcome, now_ns=now_ns, num_active=len(self._requests))
+        learn(self._measures, request, outcome, num_active=len(self._requests))
         if request.text is not None:
             path = reversed(tree.ancestors(tree.proposal_node(outcome.accepted_node)))
             request.text.append([*(tree.token_ids[node] for node in path), outcome.bonus_token])
@@ -361,7 +360,8 @@ class DraftSpeculator(Stage):
         )
         request.spans = []
         num_rows = sum(1 + len(r.tree.proposal) for r in self._requests.values())
-        request.due_ns = time.monotonic_ns() + self._measures.target.predict_ns(num_rows)
+        request.submitted_ns = time.monotonic_ns()
+        request.due_ns = request.submitted_ns + self._measures.verification_ns(num_rows)
         can_prepare = self._has_cache and self._useful_depth(request, tree.committed_len + 1) > 0
         request.phase = Phase.GLUING if can_prepare else Phase.IDLE
 
@@ -393,7 +393,7 @@ class DraftSpeculator(Stage):
     def _grow_branches(self, request: DraftRequest) -> None:
         """Choose what the branches read next; rest when nothing worth reading is left."""
         tree = request.tree
-        left_ns = request.due_ns - time.monotonic_ns()
+        left_ns = max(request.due_ns - time.monotonic_ns(), 0.0)
         request.pending = grow(
             tree,
             request.branches,

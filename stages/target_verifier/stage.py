@@ -238,7 +238,7 @@ class TargetVerifier(Stage):
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
         sequence.clock.end_prefill(end_ns)
-        self._finish_round(sequence, block=choices, accepted=[])
+        self._finish_round(sequence, block=choices, accepted=[], decided_ns=end_ns)
 
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
@@ -269,7 +269,12 @@ class TargetVerifier(Stage):
         self._clock.add(start_ns, end_ns)
         for sequence, (accepted, block) in zip(sequences, accepted_by_row, strict=True):
             self._finish_round(
-                sequence, block=block, accepted=accepted, num_rows=row, compute_ns=end_ns - start_ns
+                sequence,
+                block=block,
+                accepted=accepted,
+                decided_ns=end_ns,
+                num_rows=row,
+                compute_ns=end_ns - start_ns,
             )
 
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
@@ -292,12 +297,13 @@ class TargetVerifier(Stage):
         *,
         block: list[int],
         accepted: list[int],
+        decided_ns: int,
         num_rows: int = 0,
         compute_ns: int = 0,
     ) -> None:
         """Cut the block where the request ends, tell the draft side at once, then commit.
 
-        num_rows, compute_ns: of the forward; see `Outcome`.
+        decided_ns, num_rows, compute_ns: of the forward; see `Outcome`.
         """
         num_proposed = len(sequence.tree()[0])
         ending = find_ending(block, room=sequence.room, eos_token_ids=self._eos_token_ids)
@@ -314,6 +320,7 @@ class TargetVerifier(Stage):
                 num_proposed=num_proposed,
                 num_rows=num_rows,
                 compute_ns=compute_ns,
+                decided_ns=decided_ns,
             )
             self._outbox.send(StageName.SPECULATOR, outcome)
             if self._has_cache:
