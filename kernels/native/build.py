@@ -20,9 +20,17 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("decoder.c", "matmul.h", "vector.h")
+_SOURCES = (
+    "decoder.c",
+    "matmul.h",
+    "product_amx.h",
+    "product_bf16.h",
+    "product_fma.h",
+    "scratch.h",
+    "vector.h",
+)
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
-_NEEDED = frozenset(("avx512f", "avx512bw", "avx512_bf16"))
+_NEEDED = frozenset(("avx2", "fma"))
 _TIMEOUT_S = 120
 
 
@@ -35,7 +43,7 @@ def load_native(*, cache_folder: Path, flags: tuple[str, ...] = ()) -> ctypes.CD
     """The library, compiled if need be, with further `flags`. Raises `NativeUnavailableError`."""
     missing = sorted(_NEEDED - _cpu_flags())
     if missing:
-        raise NativeUnavailableError(f"this CPU lacks {', '.join(missing)}")
+        raise NativeUnavailableError(f"they need an x86 CPU with AVX2, this one lacks {', '.join(missing)}")
     compiler = _find_compiler()
     path = cache_folder / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not path.is_file():

@@ -10,6 +10,7 @@
  */
 
 #include "matmul.h"
+#include "scratch.h"
 #include "vector.h"
 
 #ifdef SSD_AMX
@@ -83,21 +84,18 @@ static void rotate_and_write(uint16_t *RESTRICT qkv, const uint16_t *RESTRICT co
     }
 }
 
-/* Scratch of the calling thread, grown as needed and kept. */
-static float *scratch(size_t count) {
-    static __thread float *memory;
-    static __thread size_t size;
-    if (size < count) {
-        free(memory);
-        size = count + count / 2;
-        if (posix_memalign((void **)&memory, 64, size * sizeof(float))) abort();
-    }
-    return memory;
+#define MAX_DIM 256
+
+/* Queries, one a lane, as `score_keys` reads them, and its scores against a few keys at once. */
+#ifdef __AVX512BF16__
+#define KEYS 4
+typedef uint32_t PackedQueries[MAX_DIM / 2 * LANES] __attribute__((aligned(64))); /* [dim / 2][lanes] pairs */
+
+static inline void pack_query(const uint16_t *query, int lane, int dim, uint32_t *packed) {
+    for (int i = 0; i < dim / 2; i++) memcpy(packed + i * LANES + lane, query + 2 * i, 4);
 }
 
-/* Scores of up to 16 queries, one a lane, against 4 keys. packed: [dim / 2][16] pairs of bfloat16. */
-static inline void score_4(const uint32_t *packed, const uint16_t *const key[4], int dim, vf out[4]) {
-#ifdef __AVX512BF16__
+static inline void score_keys(const uint32_t *packed, const uint16_t *const key[KEYS], int dim, vf out[KEYS]) {
     __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
     const uint32_t *k0 = (const uint32_t *)key[0], *k1 = (const uint32_t *)key[1];
     const uint32_t *k2 = (const uint32_t *)key[2], *k3 = (const uint32_t *)key[3];
@@ -109,22 +107,31 @@ static inline void score_4(const uint32_t *packed, const uint16_t *const key[4],
         d = _mm512_dpbf16_ps(d, q, (__m512bh)_mm512_set1_epi32((int)k3[i]));
     }
     out[0] = (vf)a, out[1] = (vf)b, out[2] = (vf)c, out[3] = (vf)d;
+}
 #else
-    for (int j = 0; j < 4; j++) out[j] = splat(0.0f);
-    for (int i = 0; i < dim / 2; i++) {
-        vu q;
-        memcpy(&q, packed + i * LANES, sizeof q);
-        vf even = (vf)(q << 16), odd = (vf)(q & 0xffff0000u);
-        for (int j = 0; j < 4; j++) {
-            out[j] += even * splat(widen_one(key[j][2 * i]));
-            out[j] += odd * splat(widen_one(key[j][2 * i + 1]));
-        }
-    }
-#endif
+#define KEYS 8
+typedef float PackedQueries[MAX_DIM * LANES] __attribute__((aligned(64))); /* [dim][lanes] */
+
+static inline void pack_query(const uint16_t *query, int lane, int dim, float *packed) {
+    for (int i = 0; i < dim; i++) packed[i * LANES + lane] = widen_one(query[i]);
 }
 
-#define MAX_DIM 256
-#define VALUE_BLOCK 64 /* dimensions of a value that are summed at once: four vectors a query */
+static inline void score_keys(const float *packed, const uint16_t *const key[KEYS], int dim, vf out[KEYS]) {
+    float wide[KEYS][MAX_DIM] __attribute__((aligned(64)));
+    vf sums[KEYS];
+    for (int j = 0; j < KEYS; j++) {
+        for (int i = 0; i < dim; i += LANES) store_float(wide[j] + i, widen(key[j] + i));
+        sums[j] = splat(0.0f);
+    }
+    for (int i = 0; i < dim; i++) {
+        vf q = load_float(packed + i * LANES);
+        for (int j = 0; j < KEYS; j++) sums[j] = add_product(sums[j], q, splat(wide[j][i]));
+    }
+    for (int j = 0; j < KEYS; j++) out[j] = sums[j];
+}
+#endif
+
+#define VALUE_BLOCK (4 * LANES) /* dimensions of a value that are summed at once: four vectors a query */
 
 /* Which of the slots under a mask a block's queries see. bias: one row of 0 or -inf a slot, or NULL for a
  * causal chain: the query in lane q sees tail slots 0 .. last_seen[q]. */
@@ -139,26 +146,24 @@ static inline vf hide(vf score, const Visibility *seen, int tail_slot) {
     return select_float(seen->last_seen < tail_slot, splat(-__builtin_inff()), score);
 }
 
-/* One key/value head and up to 16 of its queries. */
+/* One key/value head and up to LANES of its queries. */
 static void attend_block(const uint16_t *const query[LANES], uint16_t *const out[LANES], int num,
                          const uint16_t *keys, const uint16_t *values, const int64_t *physical, int length,
                          int tail_start, const Visibility *seen, int dim, float scale) {
-    /* 4 more slots than there are: the keys are read by fours. */
-    float *scores = scratch((size_t)(length + 4) * LANES);
-    _Alignas(64) uint32_t packed[MAX_DIM / 2 * LANES];
-    memset(packed, 0, (size_t)dim / 2 * LANES * sizeof *packed);
-    for (int q = 0; q < num; q++)
-        for (int i = 0; i < dim / 2; i++) memcpy(packed + i * LANES + q, query[q] + 2 * i, 4);
+    float *scores = scratch((size_t)length * LANES);
+    PackedQueries packed;
+    memset(packed, 0, sizeof packed);
+    for (int q = 0; q < num; q++) pack_query(query[q], q, dim, packed);
 
     vf top = splat(-__builtin_inff());
-    for (int slot = 0; slot < length; slot += 4) {
-        const uint16_t *key[4];
-        for (int j = 0; j < 4; j++)
+    for (int slot = 0; slot < length; slot += KEYS) {
+        const uint16_t *key[KEYS];
+        for (int j = 0; j < KEYS; j++)
             key[j] = keys + physical[slot + j < length ? slot + j : length - 1] * dim;
-        vf four[4];
-        score_4(packed, key, dim, four);
-        for (int j = 0; j < 4 && slot + j < length; j++) {
-            vf score = four[j] * splat(scale);
+        vf some[KEYS];
+        score_keys(packed, key, dim, some);
+        for (int j = 0; j < KEYS && slot + j < length; j++) {
+            vf score = some[j] * splat(scale);
             if (slot + j >= tail_start) score = hide(score, seen, slot + j - tail_start);
             top = max_float(score, top);
             store_float(scores + (size_t)(slot + j) * LANES, score);
@@ -186,7 +191,8 @@ static void attend_block(const uint16_t *const query[LANES], uint16_t *const out
                     vf v2 = widen(value + 2 * LANES), v3 = widen(value + 3 * LANES);
                     for (int a = 0; a < 3; a++) { /* lanes behind the last query hold finite numbers */
                         vf w = splat(weight[a < some ? a : 0]);
-                        sums[a][0] += w * v0, sums[a][1] += w * v1, sums[a][2] += w * v2, sums[a][3] += w * v3;
+                        sums[a][0] = add_product(sums[a][0], w, v0), sums[a][1] = add_product(sums[a][1], w, v1);
+                        sums[a][2] = add_product(sums[a][2], w, v2), sums[a][3] = add_product(sums[a][3], w, v3);
                     }
                 }
             } else {
@@ -194,7 +200,8 @@ static void attend_block(const uint16_t *const query[LANES], uint16_t *const out
                     const uint16_t *value = values + physical[slot] * dim + first;
                     for (int a = 0; a < some; a++)
                         for (int b = 0; b < vectors; b++)
-                            sums[a][b] += splat(scores[(size_t)slot * LANES + q + a]) * widen(value + b * LANES);
+                            sums[a][b] = add_product(sums[a][b], splat(scores[(size_t)slot * LANES + q + a]),
+                                                     widen(value + b * LANES));
                 }
             }
             for (int a = 0; a < some; a++)

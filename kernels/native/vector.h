@@ -1,25 +1,42 @@
-/* Vectors of 16 floats, and bfloat16 in memory as uint16_t, rounded to nearest even. */
+/* Vectors of floats, 16 with AVX-512 and 8 with AVX2, and bfloat16 in memory as uint16_t, rounded to nearest even. */
 
 #ifndef SSD_VECTOR_H
 #define SSD_VECTOR_H
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512BF16__
 #include <immintrin.h>
-#endif
+#include <stdint.h>
+#include <string.h>
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LANES 8
+#else
+#error "the kernels need AVX2 and FMA, or AVX-512"
+#endif
 #define RESTRICT __restrict__
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef int8_t vb __attribute__((vector_size(16)));
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
-static inline vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+static inline vf splat(float x) {
+#if LANES == 16
+    return (vf)_mm512_set1_ps(x);
+#else
+    return (vf)_mm256_set1_ps(x);
+#endif
+}
+
+/* a * b + sum, rounded once. */
+static inline vf add_product(vf sum, vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#endif
+}
 
 static inline vf load_float(const float *p) {
     vf x;

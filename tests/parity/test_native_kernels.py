@@ -23,6 +23,10 @@ from stages.model.weights import LoadedModel, random_model
 from tests.native import needs_native, wide_shape
 
 
+INSTRUCTION_SETS = [("-DSSD_NO_AMX",), ("-DSSD_NO_AMX", "-mno-avx512bf16"), ("-DSSD_NO_AMX", "-mno-avx512f")]
+"""What makes the compiler do without AMX, then without bfloat16, then without AVX-512."""
+
+
 def _shape(kind: str) -> ModelShape:
     plain = wide_shape()
     return {
@@ -88,7 +92,7 @@ def _widened(model: LoadedModel) -> LoadedModel:
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("outputs", [16, 48, 272])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("flags", [(), ("-DSSD_NO_AMX",), ("-DSSD_NO_AMX", "-mno-avx512bf16")])
+@pytest.mark.parametrize("flags", [(), *INSTRUCTION_SETS])
 def test_products_are_rounded_sums_with_every_instruction_set(
     tmp_path_factory: pytest.TempPathFactory, rows: int, outputs: int, is_int8: bool, flags: tuple[str, ...]
 ) -> None:

@@ -22,12 +22,13 @@ from stages.model.source import resolve
 from stages.model.weights import load_model, random_model
 from tests.native import needs_native, wide_shape
 
-pytestmark = pytest.mark.skipif(
+needs_packed = pytest.mark.skipif(
     not has_packed_bfloat16(), reason="needs a CPU with bfloat16 products in oneDNN"
 )
-
-
-KERNELS = [CpuKernels.torch, pytest.param(CpuKernels.native, marks=needs_native)]
+KERNELS = [
+    pytest.param(CpuKernels.torch, marks=needs_packed),
+    pytest.param(CpuKernels.native, marks=needs_native),
+]
 
 
 def _runner(name: str, kernels: CpuKernels, page_size: int = 16) -> ModelRunner:
