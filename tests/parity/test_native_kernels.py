@@ -22,7 +22,6 @@ from stages.model.shape import ModelShape
 from stages.model.weights import LoadedModel, random_model
 from tests.native import needs_native, wide_shape
 
-
 INSTRUCTION_SETS = [("-DSSD_NO_AMX",), ("-DSSD_NO_AMX", "-mno-avx512bf16"), ("-DSSD_NO_AMX", "-mno-avx512f")]
 """What makes the compiler do without AMX, then without bfloat16, then without AVX-512."""
 
