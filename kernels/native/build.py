@@ -43,7 +43,9 @@ def load_native(*, cache_folder: Path, flags: tuple[str, ...] = ()) -> ctypes.CD
     """The library, compiled if need be, with further `flags`. Raises `NativeUnavailableError`."""
     missing = sorted(_NEEDED - _cpu_flags())
     if missing:
-        raise NativeUnavailableError(f"they need an x86 CPU with AVX2, this one lacks {', '.join(missing)}")
+        raise NativeUnavailableError(
+            f"they need an x86 CPU with AVX2 and FMA, this one lacks {' and '.join(missing)}"
+        )
     compiler = _find_compiler()
     path = cache_folder / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not path.is_file():

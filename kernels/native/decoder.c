@@ -1,7 +1,7 @@
 /* The parts of a decoder layer between its matrix products, for bfloat16 rows on a CPU.
  *
- * Plain C with the vector extensions of GCC and Clang; compiled on the machine it runs on, called through
- * ctypes. Every function treats its rows one by one, in an order that does not depend on how many there
+ * Plain C with the vector extensions of GCC and Clang; compiled on the machine it runs on, for AVX2 or
+ * AVX-512, called through ctypes. Every function treats its rows one by one, in an order that does not depend on how many there
  * are. Attention adds its slots one after another: what a row must not see adds exactly nothing. A row's
  * result is therefore the same to the last bit in a chain, in a tree, alone or beside others.
  *
@@ -187,12 +187,11 @@ static void attend_block(const uint16_t *const query[LANES], uint16_t *const out
                 for (int slot = 0; slot < length; slot++) {
                     const uint16_t *value = values + physical[slot] * dim + first;
                     const float *weight = scores + (size_t)slot * LANES + q;
-                    vf v0 = widen(value), v1 = widen(value + LANES);
-                    vf v2 = widen(value + 2 * LANES), v3 = widen(value + 3 * LANES);
-                    for (int a = 0; a < 3; a++) { /* lanes behind the last query hold finite numbers */
-                        vf w = splat(weight[a < some ? a : 0]);
-                        sums[a][0] = add_product(sums[a][0], w, v0), sums[a][1] = add_product(sums[a][1], w, v1);
-                        sums[a][2] = add_product(sums[a][2], w, v2), sums[a][3] = add_product(sums[a][3], w, v3);
+                    vf w[3]; /* lanes behind the last query hold finite numbers */
+                    for (int a = 0; a < 3; a++) w[a] = splat(weight[a < some ? a : 0]);
+                    for (int b = 0; b < 4; b++) {
+                        vf v = widen(value + b * LANES);
+                        for (int a = 0; a < 3; a++) sums[a][b] = add_product(sums[a][b], w[a], v);
                     }
                 }
             } else {

@@ -60,7 +60,8 @@ def choose_kernels(
             reason = str(error)
             if needed is None:
                 _log.warning(
-                    "the C kernels are not used, PyTorch's operators are (about half as fast): %s", reason
+                    "the C kernels are not used, PyTorch's operators are (two to six times slower): %s",
+                    reason,
                 )
     if needed is not None:
         raise ConfigError(f"{needed}: {reason}; or leave {needed.split('=')[0]} out")

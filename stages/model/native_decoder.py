@@ -18,8 +18,9 @@ from stages.model.decoder import Decoder, DecoderLayer
 from stages.model.pages import KVCache
 
 MAX_SEQUENCE_ROWS = 256
-"""Rows of one request up to which this is the faster forward; a long prompt is quicker through PyTorch's
-attention, which makes matrix products of it."""
+"""Rows of one request up to which this is the faster forward, with AMX; a long prompt is quicker through
+PyTorch's attention, which makes matrix products of it. With AVX2 the two are equal at 1024 rows, and a
+tenth apart at 300 and 512."""
 _LANES = 16
 
 
