@@ -60,7 +60,7 @@ def choose_kernels(
             reason = str(error)
             if needed is None:
                 _log.warning(
-                    "the C kernels are not used, PyTorch's operators are (two to six times slower): %s",
+                    "the C kernels are not used, PyTorch's operators are (several times slower): %s",
                     reason,
                 )
     if needed is not None:
