@@ -13,3 +13,18 @@ MAX_TEMPERATURE = 1e30
 """Far hotter than an even choice, and logits divided by it are still numbers in float32."""
 MAX_WHOLE_NUMBER = 2**31 - 1
 """Largest value of every other whole number: products of two still fit the 64 bits in which they travel."""
+
+MAX_ADDITIVE_PENALTY = 2.0
+"""Of presence and frequency penalties, either way; as in the OpenAI API and vLLM."""
+MAX_REPETITION_PENALTY = 1e6
+"""Far beyond what leaves text readable, and logits times it are still numbers in float32."""
+MAX_LOGIT_BIAS = 100.0
+"""Either way; as in the OpenAI API."""
+MAX_LOGPROBS = 20
+"""Likeliest tokens reported for each output token; vLLM's default limit."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING = 4096
+"""Characters of one stop string: what may be the beginning of one is held back."""
+MAX_STOP_IDS = 4096
+MAX_SAMPLES = 1024
+"""Of one prompt."""

@@ -29,7 +29,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from conf.limits import MAX_SEED, MAX_TEMPERATURE
+from conf.limits import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOP_IDS,
+    MAX_STOP_STRING,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+)
 from pipeline.tensor_pool import TensorRef
 
 
@@ -48,8 +58,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages; the tag is the class name."""
 
 
+_TokenId = Annotated[int, Meta(ge=0)]
+_AdditivePenalty = Annotated[float, Meta(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one request is sampled. Every field is resolved: the frontend draws a seed where none was given."""
+    """How one request is sampled; the options mean what they mean in vLLM.
+
+    Every field is resolved: the frontend draws a seed where none was given. Several samples of one prompt are
+    several requests (`pipeline.samples`).
+    """
 
     max_tokens: Annotated[int, Meta(ge=1)]
     """Most tokens to generate, at least 1."""
@@ -63,6 +81,42 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]
     """0 <= seed < 2**63."""
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """End-of-sequence and stop tokens are banned, and stop strings ignored, before so many output tokens."""
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING)]],
+        Meta(max_length=MAX_STOP_STRINGS),
+    ] = []
+    """Texts that end the answer; it is cut before the first one that it would hold."""
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=MAX_STOP_IDS)] = []
+    """Tokens that end the answer, as end-of-sequence tokens do."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    presence_penalty: _AdditivePenalty = 0.0
+    """Taken off the logits of tokens that the output holds."""
+    frequency_penalty: _AdditivePenalty = 0.0
+    """Taken off the logits of tokens once for each time that the output holds them."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    """Divides the positive logits of tokens that prompt or output hold, and multiplies the negative ones."""
+    logit_bias: dict[_TokenId, Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] = {}
+    """Added to the logits of these tokens."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Report the log-probability of each output token and of so many likeliest ones, by the model's own law:
+    before bias, penalties, temperature and filters. None reports nothing."""
+    echo: bool = False
+    """Return the text of the prompt before the answer."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the model's own law, the log-softmax of its logits, says at one output token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """How many tokens are at least as likely: 1 for the likeliest."""
+    top_token_ids: list[int]
+    """The likeliest tokens, best first, `Sampling.logprobs` of them."""
+    top_logprobs: list[float]
 
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +130,8 @@ class FinishReason(str, Enum):
     """Why a request ended."""
 
     STOP = "stop"
-    """An end-of-sequence token; it is in the token ids, not in the text."""
+    """An end-of-sequence or stop token, which is in the token ids and not in the text; or a stop string, of
+    which the same is true."""
     LENGTH = "length"
     """`max_tokens` or the context limit."""
     CANCELLED = "cancelled"
@@ -125,6 +180,8 @@ class TokenizedRequest(Message, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: Sampling
     submitted_ns: int
+    prompt_text: str | None = None
+    """What `Sampling.echo` returns: the prompt as the tokenizer read it. None without it."""
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,6 +235,8 @@ class BeginDraft(Message, frozen=True, kw_only=True):
     sampling: Sampling
     max_len: int
     """Most committed tokens this request can reach: prompt and output."""
+    eos_token_ids: list[int] = []
+    """The target's, which `Sampling.min_tokens` bans."""
 
 
 class Outcome(Message, frozen=True, kw_only=True):
@@ -286,6 +345,19 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Decode wall time that is neither target compute nor waiting for a draft step."""
 
 
+class BeginText(Message, frozen=True, kw_only=True):
+    """What the text of a request needs beyond its tokens; from the verifier, before the first `Committed`.
+
+    Only sent for requests with stop strings or echo.
+    """
+
+    request_id: str
+    stop: list[str]
+    """Text that may be the beginning of one of these is held back."""
+    prompt_text: str | None
+    """Comes before the answer."""
+
+
 class Committed(Message, frozen=True, kw_only=True):
     """Tokens that can no longer change; from the verifier. The last one of a request carries its end."""
 
@@ -297,9 +369,15 @@ class Committed(Message, frozen=True, kw_only=True):
     source: ProposalSource | None
     """Where the proposal of this round came from; None for the prefill and without speculation."""
     num_prompt_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token, where the request asks for them."""
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     """Given exactly when `finish_reason` is."""
+    stop_reason: str | int | None = None
+    """The stop string or the id out of `Sampling.stop_token_ids` that ended the request, if one did."""
+    num_cut_characters: int = 0
+    """Characters that a stop string takes off the end of the text, itself included."""
 
 
 # --- to the frontend ----------------------------------------------------------------------------------
@@ -310,9 +388,12 @@ class TextBlock(Message, frozen=True, kw_only=True):
 
     request_id: str
     text: str
-    """May be empty while a character is incomplete."""
+    """May be empty while a character, or what may be a stop string, is incomplete. An echoed prompt comes
+    first, in a block without tokens."""
     token_ids: list[int]
     source: ProposalSource | None
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token, where the request asks for them."""
 
 
 class RequestFinished(Message, frozen=True, kw_only=True):
@@ -325,6 +406,10 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int
     metrics: RequestMetrics
+    stop_reason: str | int | None = None
+    """The stop string or the id out of `Sampling.stop_token_ids` that ended the request, if one did."""
+    num_echo_characters: int = 0
+    """How much of `text` is the echoed prompt."""
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
@@ -338,5 +423,5 @@ TokenizerMessage = SubmitRequest | CancelRequest
 VerifierMessage = TokenizedRequest | Proposal | CancelRequest
 SpeculatorMessage = BeginDraft | Outcome | Plan | EndDraft
 PredictorMessage = Candidates | Outcome | EndDraft
-DetokenizerMessage = Committed
+DetokenizerMessage = BeginText | Committed
 FrontendMessage = TextBlock | RequestFinished | RequestFailed

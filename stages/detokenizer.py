@@ -1,12 +1,14 @@
 """The detokenizer stage: committed token ids become text, block by block.
 
 It owns the text that is not settled yet: the bytes of an incomplete character stay back until the
-character is complete, so that a reader never sees U+FFFD for half an emoji. The blocks of a request add up
-to the text that decoding all of its ids at once would give, whatever the blocks were.
+character is complete, so that a reader never sees U+FFFD for half an emoji, and so does what may be the
+beginning of a stop string. The blocks of a request add up to the text that decoding all of its ids at once
+would give, whatever the blocks were, cut before the stop string if one ended it (the verifier says so).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import msgspec
 from conf.schema import RunConfig
 from pipeline.errors import ConfigError, ProtocolError
 from pipeline.messages import (
+    BeginText,
     Committed,
     DetokenizerMessage,
     FinishReason,
@@ -33,6 +36,10 @@ class _OpenRequest:
     """What is kept of a request between its blocks."""
 
     decoding: IncrementalText
+    stop: list[str] = field(default_factory=list)
+    held: str = ""
+    """Settled text that may be the beginning of a stop string."""
+    num_echo_characters: int = 0
     last_round: int = -1
     pieces: list[str] = field(default_factory=list)
     num_output_tokens: int = 0
@@ -54,6 +61,27 @@ class DetokenizerStage(Stage):
         self._decoder = TextDecoder(load_tokenizer(self._folder))
 
     def handle(self, message: DetokenizerMessage) -> None:
+        match message:
+            case BeginText():
+                self._begin(message)
+            case Committed():
+                self._take_block(message)
+
+    def _begin(self, message: BeginText) -> None:
+        assert self._decoder is not None, "setup comes before the first message"
+        if message.request_id in self._open_requests:
+            raise ProtocolError(f"request {message.request_id!r}: its text has begun already")
+        request = _OpenRequest(decoding=IncrementalText(self._decoder), stop=message.stop)
+        self._open_requests[message.request_id] = request
+        if message.prompt_text:
+            request.pieces.append(message.prompt_text)
+            request.num_echo_characters = len(message.prompt_text)
+            echo = TextBlock(
+                request_id=message.request_id, text=message.prompt_text, token_ids=[], source=None
+            )
+            self._outbox.send(StageName.FRONTEND, echo)
+
+    def _take_block(self, message: Committed) -> None:
         request = self._open_request(message)
         text = self._decode(request, message)
         request.pieces.append(text)
@@ -64,6 +92,7 @@ class DetokenizerStage(Stage):
                 text=text,
                 token_ids=message.token_ids,
                 source=message.source,
+                logprobs=message.logprobs,
             )
             self._outbox.send(StageName.FRONTEND, block)
         if message.finish_reason is not None and message.metrics is not None:
@@ -93,11 +122,16 @@ class DetokenizerStage(Stage):
     @staticmethod
     def _decode(request: _OpenRequest, message: Committed) -> str:
         token_ids = message.token_ids
-        if message.finish_reason is FinishReason.STOP:
+        if message.finish_reason is FinishReason.STOP and not message.num_cut_characters:
             # Models exist whose end-of-sequence token is an ordinary one; it is no text either way.
             token_ids = token_ids[:-1]
-        text = request.decoding.push(token_ids)
-        return text if message.finish_reason is None else text + request.decoding.finish()
+        text = request.held + request.decoding.push(token_ids)
+        if message.finish_reason is not None:
+            text += request.decoding.finish()
+            return text[: len(text) - message.num_cut_characters]
+        num_held = _num_held(text, request.stop)
+        request.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def _finish(
         self, request: _OpenRequest, message: Committed, reason: FinishReason, metrics: RequestMetrics
@@ -110,8 +144,18 @@ class DetokenizerStage(Stage):
             num_prompt_tokens=message.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
             metrics=metrics,
+            stop_reason=message.stop_reason,
+            num_echo_characters=request.num_echo_characters,
         )
         self._outbox.send(StageName.FRONTEND, finished)
+
+
+def _num_held(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins a stop string without being all of it."""
+    lengths = (
+        size for s in stop for size in range(1, min(len(s) - 1, len(text)) + 1) if text.endswith(s[:size])
+    )
+    return max(lengths, default=0)
 
 
 def build(context: StageContext) -> DetokenizerStage:

@@ -72,6 +72,13 @@ class IncrementalText:
         self._pending.extend(token_id for token_id in token_ids if self._decoder.has_text(token_id))
         return self._emit(self._num_settled())
 
+    def pending_text(self) -> str:
+        """What `finish` would return now; settles nothing."""
+        if not self._pending:
+            return ""
+        known = self._decoder.decode(self._anchor_ids())
+        return self._text_after_anchor(len(self._pending))[len(known) :]
+
     def finish(self) -> str:
         """Return the text that was held back: nothing will complete it any more."""
         return self._emit(len(self._pending))

@@ -57,7 +57,8 @@ class TokenizerStage(Stage):
     def _tokenize(self, request: SubmitRequest) -> None:
         assert self._encoder is not None, "setup comes before the first message"
         try:
-            token_ids = self._encoder.encode_request(prompt=request.prompt, chat=request.chat)
+            text = self._encoder.text_of_request(prompt=request.prompt, chat=request.chat)
+            token_ids = self._encoder.encode_text(text, is_chat=request.chat is not None)
         except RequestError as error:
             failure = RequestFailed(request_id=request.request_id, reason=str(error))
             self._outbox.send(StageName.FRONTEND, failure)
@@ -67,6 +68,7 @@ class TokenizerStage(Stage):
             prompt_token_ids=token_ids,
             sampling=request.sampling,
             submitted_ns=request.submitted_ns,
+            prompt_text=text if request.sampling.echo else None,
         )
         self._outbox.send(StageName.VERIFIER, tokenized)
 
@@ -87,30 +89,41 @@ class PromptEncoder:
     def encode_request(self, *, prompt: str | None, chat: list[ChatTurn] | None) -> list[int]:
         """Token ids of a raw prompt or of a conversation, whichever is given; at least one id.
 
+        Raises `RequestError` as the two steps do that it consists of.
+        """
+        text = self.text_of_request(prompt=prompt, chat=chat)
+        return self.encode_text(text, is_chat=chat is not None)
+
+    def text_of_request(self, *, prompt: str | None, chat: list[ChatTurn] | None) -> str:
+        """The text that is encoded: a raw prompt itself, or a conversation in the model's template.
+
         Raises `RequestError` for an empty prompt, for a conversation that the model cannot have, and
         unless exactly one of the two is given.
         """
         if (prompt is None) == (chat is None):
             raise RequestError("expected exactly one of prompt and chat")
-        token_ids = self._encode_chat(chat) if chat is not None else self._encode_prompt(prompt or "")
+        if chat is not None:
+            return self._render(chat)
+        if not prompt:
+            raise RequestError("the prompt is empty: expected at least one character")
+        return prompt
+
+    def encode_text(self, text: str, *, is_chat: bool) -> list[int]:
+        """Token ids of such a text; a conversation's template writes its own special tokens.
+
+        Raises `RequestError` if there are none.
+        """
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not is_chat).ids
         if not token_ids:
             raise RequestError("the prompt is empty: expected at least one token")
         return token_ids
 
-    def _encode_prompt(self, prompt: str) -> list[int]:
-        if not prompt:
-            raise RequestError("the prompt is empty: expected at least one character")
-        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=True).ids
-        return ids
-
-    def _encode_chat(self, turns: list[ChatTurn]) -> list[int]:
+    def _render(self, turns: list[ChatTurn]) -> str:
         if self._chat_template is None:
             raise RequestError("the model has no chat template: expected a plain prompt; set chat=false")
         if not turns or not turns[-1].content:
             raise RequestError("the prompt is empty: expected a conversation that ends with some text")
-        text = self._chat_template.render(turns)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._chat_template.render(turns)
 
 
 def build(context: StageContext) -> TokenizerStage:

@@ -8,17 +8,25 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from conf.schema import DraftKind, DType, RunConfig
+from conf.schema import DraftKind, DType, FanOut, RunConfig, TreeConfig
 from kernels.noise import gumbel_noise
 from kernels.sampling import choose_coupled, sampling_law
 from pipeline.inprocess import InProcess
-from pipeline.messages import BeginDraft, Committed, Sampling, StageName, TokenizedRequest
+from pipeline.messages import (
+    BeginDraft,
+    Committed,
+    DetokenizerMessage,
+    Sampling,
+    StageName,
+    TokenizedRequest,
+)
 from pipeline.stage import Stage, StageContext
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import Continuations, NgramDraft
 from stages.draft_speculator.stage import DraftSpeculator
+from stages.incremental_text import TextDecoder
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.runner import ModelRunner
 from stages.model.shape import ModelShape, parse_shape
@@ -166,16 +174,21 @@ def draft_by_name(name: str, target: LoadedModel, *, page_size: int = 16) -> Dra
 class Recorder(Stage):
     """Stands in for the detokenizer and keeps what was committed."""
 
-    accepts = Committed
+    accepts = DetokenizerMessage
 
     def __init__(self) -> None:
-        self.committed: list[Committed] = []
+        self.messages: list[DetokenizerMessage] = []
+
+    @property
+    def committed(self) -> list[Committed]:
+        """The blocks of all requests, in order."""
+        return [message for message in self.messages if isinstance(message, Committed)]
 
     def setup(self) -> None:
         pass
 
-    def handle(self, message: Committed) -> None:
-        self.committed.append(message)
+    def handle(self, message: DetokenizerMessage) -> None:
+        self.messages.append(message)
 
     def close(self) -> None:
         pass
@@ -188,6 +201,28 @@ class Recorder(Stage):
         """The last message of a finished request."""
         ends = [m for m in self.committed if m.request_id == request_id and m.finish_reason is not None]
         return ends[0] if ends else None
+
+
+SYSTEMS = ("autoregressive", "speculative", "tree", "ssd", "saguaro", "saguaro_tree")
+
+
+def system_config(
+    name: str, *, page_size: int = 4, max_requests: int = 1, depth: int = 4, budget: int = 6
+) -> RunConfig:
+    """A float64 configuration of one of the `SYSTEMS`, as the named runs differ."""
+    config = make_config(
+        draft=name != "autoregressive",
+        prepare_outcomes=name in ("ssd", "saguaro", "saguaro_tree"),
+        depth=depth,
+        budget=budget,
+        page_size=page_size,
+        max_requests=max_requests,
+    )
+    if name in ("saguaro", "saguaro_tree"):
+        config.speculation.fan_out = FanOut.calibrated
+    if name in ("tree", "saguaro_tree"):
+        config.speculation.tree = TreeConfig(nodes=9, rows=4)
+    return config
 
 
 def make_config(
@@ -223,9 +258,11 @@ class TinyPipeline:
         *,
         order_seed: int | None = None,
         target_is_slow: bool = True,
+        text_decoder: TextDecoder | None = None,
     ) -> None:
         """target_is_slow: the draft side gets all its work done before the target verifies; else the target
         verifies as soon as it can. order_seed: anything in between, drawn at random.
+        text_decoder: what requests with stop strings need.
         """
         self.recorder = Recorder()
         stages: dict[StageName, Callable[[StageContext], Stage]] = {
@@ -236,7 +273,7 @@ class TinyPipeline:
         if config.speculation.prepare_outcomes:
             stages[StageName.PREDICTOR] = lambda context: OutcomePredictor(config, context)
         # The runtime offers work in this order.
-        verifier = {StageName.VERIFIER: lambda context: TargetVerifier(config, context, target)}
+        verifier = {StageName.VERIFIER: lambda context: TargetVerifier(config, context, target, text_decoder)}
         stages = {**stages, **verifier} if target_is_slow else {**verifier, **stages}
         self.runtime = InProcess(stages, msgspec.msgpack.encode(config), order_seed=order_seed)
 

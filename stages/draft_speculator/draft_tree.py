@@ -87,6 +87,10 @@ class DraftTree:
             node = self.parents[node]
         return path
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root down to `node`; empty for the root."""
+        return [self.token_ids[ancestor] for ancestor in reversed(self.ancestors(node))]
+
     def unread_committed(self) -> list[int]:
         """Committed tokens that the draft must read before anything below them."""
         return [node for node in range(self.root + 1) if not self.is_read[node]]

@@ -92,7 +92,13 @@ class ModelDraft(DraftSource):
         """Allocate the request's KV."""
         num_slots = min(request.max_len, self._runner.shape.max_position) + max_nodes
         self._requests[request.request_id] = _DraftRequest(
-            kv=self._runner.kv.allocate(num_slots), law=TokenLaw(request.sampling, self._vocab_ids)
+            kv=self._runner.kv.allocate(num_slots),
+            law=TokenLaw(
+                request.sampling,
+                self._vocab_ids,
+                prompt_token_ids=request.prompt_token_ids,
+                eos_token_ids=request.eos_token_ids,
+            ),
         )
 
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
@@ -117,7 +123,9 @@ class ModelDraft(DraftSource):
             wanted = [node for node in job.nodes if node >= tree.root]
             law = self._requests[job.request_id].law
             perturbed = law.perturb(
-                logits[row : row + len(wanted)], [tree.position(node) + 1 for node in wanted]
+                logits[row : row + len(wanted)],
+                [tree.position(node) + 1 for node in wanted],
+                [tree.path(node) for node in wanted] if law.reads_paths else (),
             )
             values, columns = _best(perturbed, self._num_ranked)
             totals = perturbed.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
@@ -135,6 +143,8 @@ class ModelDraft(DraftSource):
         request = self._requests[request_id]
         if rerooting.moved_from:
             self._runner.kv.move(request.kv, rerooting.moved_from, rerooting.moved_to)
+        num_new = tree.committed_len - request.law.num_committed
+        request.law.commit(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
         request.law.forget_before(tree.committed_len)
 
     def end(self, request_id: str) -> None:

@@ -128,8 +128,7 @@ class NgramDraft(DraftSource):
         index.append(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
 
     def _continuations(self, request: _NgramRequest, tree: DraftTree, node: int) -> Continuations:
-        path = [tree.token_ids[ancestor] for ancestor in reversed(tree.ancestors(node))]
-        context = [*request.index.tail(MAX_NGRAM), *path][-MAX_NGRAM:]
+        context = [*request.index.tail(MAX_NGRAM), *tree.path(node)][-MAX_NGRAM:]
         counts = request.index.followers(context)
         ids = list(reversed(counts))  # most recent first: the sort below is stable
         total = sum(counts.values())

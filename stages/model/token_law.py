@@ -6,7 +6,7 @@ it, and it can be made before the logits are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,21 +14,54 @@ from torch import Tensor
 from kernels.noise import gumbel_noise
 from kernels.sampling import sampling_law
 from pipeline.messages import Sampling
+from stages.model.logit_edits import LogitEdits, Path, has_edits
 
 
 class TokenLaw:
     """Perturbed logits of one request: the target chooses their arg-max, the draft proposes their top."""
 
-    def __init__(self, sampling: Sampling, vocab_ids: Tensor) -> None:
-        """vocab_ids: [V] int64, the target's id of each logit column."""
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_ids: Tensor,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        """vocab_ids: [V] int64 ascending, the target's id of each logit column.
+
+        eos_token_ids: what `Sampling.min_tokens` bans beside the request's own stop tokens.
+        """
         self._sampling = sampling
         self._vocab_ids = vocab_ids
+        self._num_committed = len(prompt_token_ids)
+        self._edits = (
+            LogitEdits(sampling, vocab_ids, prompt_token_ids=prompt_token_ids, eos_token_ids=eos_token_ids)
+            if has_edits(sampling)
+            else None
+        )
         self._noise_by_position: dict[int, Tensor] = {}
 
     @property
     def is_greedy(self) -> bool:
         """Temperature 0: no noise, no filters."""
         return self._sampling.temperature == 0.0
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether a row's law depends on the tokens before it: else `paths` may be left out below."""
+        return self._edits is not None
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens that the law counts as committed: the prompt, and what `commit` was told."""
+        return self._num_committed
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """More output tokens can no longer change."""
+        self._num_committed += len(token_ids)
+        if self._edits is not None:
+            self._edits.commit(token_ids)
 
     def noise(self, position: int, dtype: torch.dtype) -> Tensor:
         """Noise [V] for choosing the token at absolute `position`."""
@@ -47,23 +80,35 @@ class TokenLaw:
         for old in [p for p in self._noise_by_position if p < position]:
             del self._noise_by_position[old]
 
-    def perturb(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """Log law plus noise.
+    def log_law(self, logits: Tensor, paths: Sequence[Path] = ()) -> Tensor:
+        """The final law of each row: all options applied, no noise.
 
-        logits:    [T, V] float32 or float64.
-        positions: for each row the absolute position of the token that the row chooses.
-        Returns [T, V]; -inf for excluded tokens. Greedy rows come back as they are.
+        logits: [T, V] float32 or float64; not changed.
+        paths:  for each row the tokens between the committed ones and the token that the row chooses.
+        Returns [T, V] unnormalised log-probabilities, -inf for excluded tokens. At temperature 0 only the
+        order of a row means something; without edits its logits come back as they are.
         """
-        if self.is_greedy:
-            return logits
+        if self._edits is not None:
+            logits = self._edits.apply(logits, paths)
         sampling = self._sampling
-        law = sampling_law(
+        return sampling_law(
             logits,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
+
+    def perturb(self, logits: Tensor, positions: Sequence[int], paths: Sequence[Path] = ()) -> Tensor:
+        """Log law plus noise.
+
+        logits, paths: see `log_law`.
+        positions: for each row the absolute position of the token that the row chooses.
+        Returns [T, V]; -inf for excluded tokens. Greedy rows have no noise.
+        """
+        law = self.log_law(logits, paths)
+        if self.is_greedy:
+            return law
         for row, position in zip(law, positions, strict=True):
             row.add_(self.noise(position, law.dtype))
         return law

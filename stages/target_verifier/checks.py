@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kernels.tree import check_tree, node_depths
+from pipeline.messages import Sampling
 
 
 def fault_of_prompt(token_ids: Sequence[int], *, max_context: int, vocab_size: int) -> str | None:
@@ -24,6 +25,21 @@ def fault_of_prompt(token_ids: Sequence[int], *, max_context: int, vocab_size: i
             f"the prompt holds token id {max(token_ids)}, but the model has {vocab_size} embedding rows: "
             "its tokenizer knows tokens that it was not trained on; leave them out of the prompt"
         )
+    return None
+
+
+def fault_of_options(sampling: Sampling, *, eos_token_ids: Collection[int], vocab_size: int) -> str | None:
+    """Why a request's options cannot be served, or None: what their ranges alone do not tell."""
+    if sampling.min_tokens > sampling.max_tokens:
+        return (
+            f"min_tokens={sampling.min_tokens}: expected at most max_tokens={sampling.max_tokens}; "
+            "lower it or raise max_tokens"
+        )
+    for name, token_ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            return f"{name}: expected token ids below {vocab_size}, got {largest}; leave it out"
+    if sampling.min_tokens and len({*eos_token_ids, *sampling.stop_token_ids}) >= vocab_size:
+        return "min_tokens with every token in stop_token_ids bans the whole vocabulary; leave some out"
     return None
 
 

@@ -30,6 +30,14 @@ def tree_positions(sequence: Sequence) -> list[int]:
     return positions
 
 
+def tree_paths(sequence: Sequence) -> list[list[int]]:
+    """For the root and every node of the proposal the tokens from below the root down to it."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(*sequence.tree(), strict=True):
+        paths.append([*paths[parent + 1], token])
+    return paths
+
+
 def round_batch(sequences: list[Sequence]) -> ForwardBatch:
     """Pack root and tree of every sequence into one forward."""
     token_ids: list[int] = []

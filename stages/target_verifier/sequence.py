@@ -8,6 +8,7 @@ from pipeline.messages import Proposal, ProposalSource
 from stages.model.pages import KVHandle
 from stages.model.token_law import TokenLaw
 from stages.target_verifier.round_clock import RoundClock
+from stages.target_verifier.stopping import StopRules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +28,10 @@ class Sequence:
     """Most committed tokens this request can reach."""
     kv: KVHandle
     law: TokenLaw
+    stop_rules: StopRules
     clock: RoundClock
+    num_top_logprobs: int | None = None
+    """`Sampling.logprobs`."""
     round_id: int = 0
     """The round that comes next; round 0 is the prefill."""
     proposal: Proposal | None = field(default=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from kernels.tree import accept_path
 from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
 from pipeline.messages import (
     BeginDraft,
+    BeginText,
     CancelRequest,
     Committed,
     EndDraft,
@@ -28,31 +30,45 @@ from pipeline.messages import (
     Proposal,
     ProposalSource,
     RequestFailed,
+    Sampling,
     StageName,
     TokenizedRequest,
+    TokenLogprobs,
     VerifierMessage,
 )
 from pipeline.stage import Stage, StageContext
+from stages.incremental_text import TextDecoder
 from stages.model.runner import ModelRunner
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
-from stages.target_verifier.checks import fault_of_prompt, fault_of_tree
+from stages.target_verifier.checks import fault_of_options, fault_of_prompt, fault_of_tree
 from stages.target_verifier.draft_watch import DraftWatch
-from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_positions
+from stages.target_verifier.logprobs import token_logprobs
+from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_paths, tree_positions
 from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
 from stages.target_verifier.sequence import Sequence
-from stages.target_verifier.stopping import find_ending
+from stages.target_verifier.stop_text import StopText
+from stages.target_verifier.stopping import Ending, StopRules
+from stages.vocabulary import load_tokenizer
 
 
 class TargetVerifier(Stage):
-    """See the module docstring. Tests pass a model; a process loads it from `config.model.path`."""
+    """See the module docstring. Tests pass a model, and a decoder for stop strings; a process loads them from
+    `config.model.path`, the decoder when it is first needed."""
 
     accepts = VerifierMessage
 
-    def __init__(self, config: RunConfig, context: StageContext, model: LoadedModel | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        context: StageContext,
+        model: LoadedModel | None = None,
+        text_decoder: TextDecoder | None = None,
+    ) -> None:
         self._config = config
         self._outbox = context.outbox
         self._model = model
+        self._text_decoder = text_decoder
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
         self._has_cache = config.speculation.prepare_outcomes
         self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
@@ -118,6 +134,8 @@ class TargetVerifier(Stage):
         else:
             fault = fault_of_prompt(
                 request.prompt_token_ids, max_context=self._max_context, vocab_size=len(self._vocab_ids)
+            ) or fault_of_options(
+                request.sampling, eos_token_ids=self._eos_token_ids, vocab_size=len(self._vocab_ids)
             )
         if fault is None:
             self._waiting.append(request)
@@ -164,7 +182,7 @@ class TargetVerifier(Stage):
             self._waiting.remove(waiting)
             self._fail(request_id, "cancelled before it started")
         elif (sequence := self._sequences.get(request_id)) is not None:
-            self._commit(sequence, [], num_accepted=0, finish_reason=FinishReason.CANCELLED)
+            self._commit(sequence, [], Ending(num_kept=0, finish_reason=FinishReason.CANCELLED))
 
     def _fail(self, request_id: str, reason: str) -> None:
         self._outbox.send(StageName.FRONTEND, RequestFailed(request_id=request_id, reason=reason))
@@ -196,8 +214,8 @@ class TargetVerifier(Stage):
         return False
 
     def _admit(self, request: TokenizedRequest) -> None:
-        prompt = request.prompt_token_ids
-        max_len = min(len(prompt) + request.sampling.max_tokens, self._max_context)
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        max_len = min(len(prompt) + sampling.max_tokens, self._max_context)
         try:
             kv = self._runner.kv.allocate(max_len + self._max_nodes)
         except RequestError as error:
@@ -211,13 +229,22 @@ class TargetVerifier(Stage):
             num_prompt_tokens=len(prompt),
             max_len=max_len,
             kv=kv,
-            law=TokenLaw(request.sampling, self._vocab_ids),
+            law=TokenLaw(
+                sampling, self._vocab_ids, prompt_token_ids=prompt, eos_token_ids=self._eos_token_ids
+            ),
+            stop_rules=self._stop_rules(sampling),
+            num_top_logprobs=sampling.logprobs,
             clock=RoundClock(
                 submitted_ns=request.submitted_ns, target=self._clock, has_cache=self._has_cache
             ),
         )
         self._sequences[request.request_id] = sequence
         self._by_draft_id[sequence.draft_id] = sequence
+        if sampling.stop or request.prompt_text is not None:
+            begin_text = BeginText(
+                request_id=request.request_id, stop=sampling.stop, prompt_text=request.prompt_text
+            )
+            self._outbox.send(StageName.DETOKENIZER, begin_text)
         if self._has_draft:
             # Before the prefill, so that the draft reads the prompt at the same time.
             self._outbox.send(
@@ -225,11 +252,21 @@ class TargetVerifier(Stage):
                 BeginDraft(
                     request_id=sequence.draft_id,
                     prompt_token_ids=prompt,
-                    sampling=request.sampling,
+                    sampling=sampling,
                     max_len=max_len,
+                    eos_token_ids=sorted(self._eos_token_ids),
                 ),
             )
         self._prefill(sequence)
+
+    def _stop_rules(self, sampling: Sampling) -> StopRules:
+        stop_text: StopText | None = None
+        if sampling.stop:
+            if self._text_decoder is None:
+                assert self._config.model.path is not None, "setup checked it"
+                self._text_decoder = TextDecoder(load_tokenizer(Path(self._config.model.path)))
+            stop_text = StopText(self._text_decoder, sampling.stop, min_tokens=sampling.min_tokens)
+        return StopRules(sampling, eos_token_ids=self._eos_token_ids, stop_text=stop_text)
 
     def _prefill(self, sequence: Sequence) -> None:
         start_ns = time.monotonic_ns()
@@ -238,7 +275,7 @@ class TargetVerifier(Stage):
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
         sequence.clock.end_prefill(end_ns)
-        self._finish_round(sequence, block=choices, accepted=[], decided_ns=end_ns)
+        self._finish_round(sequence, block=choices, accepted=[], logits=logits, decided_ns=end_ns)
 
     def _run_round(self, sequences: list[Sequence]) -> None:
         """One forward over the root and the tree of every sequence, then commit each."""
@@ -254,24 +291,26 @@ class TargetVerifier(Stage):
                 is_resting=sequence.is_resting,
             )
         logits = self._runner.forward(round_batch(sequences))
-        accepted_by_row: list[tuple[list[int], list[int]]] = []
+        accepted_by_row: list[tuple[list[int], list[int], Tensor]] = []
         row = 0
         for sequence in sequences:
             token_ids, parents = sequence.tree()
             num_rows = 1 + len(token_ids)
             positions = [p + 1 for p in tree_positions(sequence)]
-            choices = self._choose(sequence, logits[row : row + num_rows], positions)
+            rows = logits[row : row + num_rows]
+            choices = self._choose(sequence, rows, positions)
             accepted, bonus = accept_path(choices, token_ids, parents)
             self._move_accepted_kv(sequence, accepted)
-            accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus]))
+            accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus], rows))
             row += num_rows
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
-        for sequence, (accepted, block) in zip(sequences, accepted_by_row, strict=True):
+        for sequence, (accepted, block, rows) in zip(sequences, accepted_by_row, strict=True):
             self._finish_round(
                 sequence,
                 block=block,
                 accepted=accepted,
+                logits=rows,
                 decided_ns=end_ns,
                 num_rows=row,
                 compute_ns=end_ns - start_ns,
@@ -279,7 +318,8 @@ class TargetVerifier(Stage):
 
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
         """The target's token for each row; `positions[i]` is where the token of row i would stand."""
-        perturbed = sequence.law.perturb(logits, positions)
+        paths = tree_paths(sequence) if sequence.law.reads_paths else ()
+        perturbed = sequence.law.perturb(logits, positions, paths)
         choices: list[int] = choose_coupled(perturbed).tolist()  # the one synchronisation of a round
         return choices
 
@@ -297,16 +337,18 @@ class TargetVerifier(Stage):
         *,
         block: list[int],
         accepted: list[int],
+        logits: Tensor,
         decided_ns: int,
         num_rows: int = 0,
         compute_ns: int = 0,
     ) -> None:
         """Cut the block where the request ends, tell the draft side at once, then commit.
 
+        logits: [1 + nodes, V], as the model gave them, of the root and every proposed node.
         decided_ns, num_rows, compute_ns: of the forward; see `Outcome`.
         """
         num_proposed = len(sequence.tree()[0])
-        ending = find_ending(block, room=sequence.room, eos_token_ids=self._eos_token_ids)
+        ending = sequence.stop_rules.find_ending(block, room=sequence.room)
         num_accepted = min(len(accepted), ending.num_kept)
         sequence.token_ids.extend(block[: ending.num_kept])
         if self._has_draft and ending.finish_reason is None:
@@ -333,12 +375,14 @@ class TargetVerifier(Stage):
                 now_ns=time.monotonic_ns(),
             )
         self._watch.add(num_proposed=num_proposed, num_accepted=len(accepted))
-        self._commit(
-            sequence,
-            block[: ending.num_kept],
-            num_accepted=num_accepted,
-            finish_reason=ending.finish_reason,
-        )
+        logprobs: list[TokenLogprobs] | None = None
+        if sequence.num_top_logprobs is not None:
+            rows = [0, *(node + 1 for node in accepted)][: ending.num_kept]
+            logprobs = token_logprobs(
+                logits[rows], block[: ending.num_kept], num_top=sequence.num_top_logprobs
+            )
+        self._commit(sequence, block[: ending.num_kept], ending, num_accepted=num_accepted, logprobs=logprobs)
+        sequence.law.commit(block[: ending.num_kept])
         sequence.next_round()
         sequence.law.forget_before(len(sequence.token_ids))
 
@@ -346,11 +390,13 @@ class TargetVerifier(Stage):
         self,
         sequence: Sequence,
         block: list[int],
+        ending: Ending,
         *,
-        num_accepted: int,
-        finish_reason: FinishReason | None,
+        num_accepted: int = 0,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         """Hand the block to the detokenizer; with a finish reason, end the request."""
+        finish_reason = ending.finish_reason
         committed = Committed(
             request_id=sequence.request_id,
             round_id=sequence.round_id,
@@ -358,8 +404,11 @@ class TargetVerifier(Stage):
             num_accepted=num_accepted,
             source=sequence.source(),
             num_prompt_tokens=sequence.num_prompt_tokens,
+            logprobs=logprobs,
             finish_reason=finish_reason,
             metrics=None if finish_reason is None else sequence.clock.metrics(),
+            stop_reason=ending.stop_reason,
+            num_cut_characters=ending.num_cut_characters,
         )
         self._held.append((StageName.DETOKENIZER, committed))
         if finish_reason is not None or sequence.round_id == 0:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.messages import FinishReason, Proposal, ProposalSource
+from pipeline.messages import FinishReason, Proposal, ProposalSource, Sampling
 from stages.target_verifier.round_clock import RoundClock, TargetClock, idle_spans, merge_spans, overlap_ns
-from stages.target_verifier.stopping import Ending, find_ending
+from stages.target_verifier.stopping import Ending, StopRules
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,8 @@ from stages.target_verifier.stopping import Ending, find_ending
 def test_a_block_ends_where_the_request_ends(
     block: list[int], room: int, num_kept: int, reason: FinishReason | None
 ) -> None:
-    assert find_ending(block, room=room, eos_token_ids={0}) == Ending(num_kept=num_kept, finish_reason=reason)
+    rules = StopRules(Sampling(max_tokens=9, seed=0), eos_token_ids={0})
+    assert rules.find_ending(block, room=room) == Ending(num_kept=num_kept, finish_reason=reason)
 
 
 def test_overlap_and_idle_time_of_spans() -> None:
