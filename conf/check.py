@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields, is_dataclass
 
+from conf.check_options import check_options
 from conf.errors import ConfigError, shown, shown_path
 from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
 from conf.proposal_size import nodes_of_widths
@@ -38,6 +39,7 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
         available_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     _check_whole_numbers(config, prefix="")
     _check_requests(config)
+    check_options(config)
     _check_model(config.model)
     _check_placement(config.placement, available_cores)
     _check_later_work(config.speculation)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from conf.errors import ConfigError, shown
 from conf.keys import GROUPS, all_keys
+from conf.option_values import logit_bias, stop_strings
 from conf.schema import DraftKind, RunConfig
 from conf.schema_file import compose_schema, parse_arguments
 
@@ -37,10 +38,15 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
     given = parse_arguments(arguments, example="max_tokens=64")
     _check_names(given)
     paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
+    stop, bias = given.pop("stop", None), given.pop("logit_bias", None)
     if "model.path" in paths:
         _choose_custom_model(given)
     config = compose_schema(RunConfig, folder=_FOLDER, file="config", given=given)
     _set_paths(config, paths)
+    if stop is not None:
+        config.stop = stop_strings(stop)
+    if bias is not None:
+        config.logit_bias = logit_bias(bias)
     _settle_draft(config, given={*given, *paths})
     if "speculation.tree.widths" in given and "speculation.tree.nodes" not in given:
         config.speculation.tree.nodes = None  # the named run's own shape makes way

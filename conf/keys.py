@@ -106,6 +106,7 @@ def _in_words(annotation: Any) -> str:
         bool: "true or false",
         str: "text",
         list[int]: "a list of whole numbers such as [4,2,1]",
+        dict[int, float]: "token ids with numbers such as {198:-100,42:1.5}",
     }
     return words[annotation]
 
@@ -119,4 +120,6 @@ def _as_typed(value: object) -> str:
         return value.name
     if isinstance(value, list):
         return f"[{','.join(_as_typed(part) for part in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_as_typed(key)}:{_as_typed(part)}' for key, part in value.items())}}}"
     return str(value)

@@ -196,6 +196,30 @@ class RunConfig:
     """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
     seed: int | None = None
     """None: a fresh one per request, returned with the answer."""
+    n: int = 1
+    """Samples of each prompt. The first has the seed itself, the others seeds made from it."""
+    min_tokens: int = 0
+    """No end-of-sequence token, stop token or stop string ends an answer before it has so many tokens."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, which is cut before them: one as it stands, or a JSON list such as
+    ["\\n\\n", "END"]."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end an answer as end-of-sequence tokens do."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    presence_penalty: float = 0.0
+    """-2 to 2, taken off the logits of tokens that the output holds."""
+    frequency_penalty: float = 0.0
+    """-2 to 2, taken off the logits of tokens for each time that the output holds them."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that prompt or output hold less likely above 1, and likelier below."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """-100 to 100, added to the logits of tokens by id."""
+    logprobs: int | None = None
+    """Write to `output=` the log-probability of each token and of so many likeliest ones, by the model's own
+    law: before bias, penalties, temperature and filters. At most 20."""
+    echo: bool = False
+    """Put the text of the prompt before the answer."""
     chat: bool | None = None
     """Apply the model's chat template. None: if the model has one."""
     max_requests: int = 1

@@ -17,7 +17,7 @@ import msgspec
 
 from conf.schema import RunConfig
 from pipeline.errors import ConfigError, OutputError, shown_path
-from pipeline.messages import RequestFinished
+from pipeline.messages import RequestFinished, TextBlock
 from pipeline.request_queue import Request
 
 
@@ -94,18 +94,21 @@ class AnswerWriter:
             if exc is None:  # else this is the same trouble once more
                 raise self._error(error) from error
 
-    def write_answer(self, request: Request, finished: RequestFinished, token_ids: Sequence[int]) -> None:
-        """Write one answered (or cancelled) request."""
+    def write_answer(self, request: Request, finished: RequestFinished, blocks: Sequence[TextBlock]) -> None:
+        """Write one answered (or cancelled) request, of which these blocks came."""
+        logprobs = [msgspec.structs.asdict(entry) for block in blocks for entry in block.logprobs or []]
         self._write(
             {
                 "request_id": request.request_id,
                 "prompt": request.text,
                 "text": finished.text,
-                "token_ids": list(token_ids),
+                "token_ids": [token_id for block in blocks for token_id in block.token_ids],
                 "finish_reason": finished.finish_reason.value,
+                "stop_reason": finished.stop_reason,
                 "num_prompt_tokens": finished.num_prompt_tokens,
                 "num_output_tokens": finished.num_output_tokens,
                 "seed": request.sampling.seed,
+                "logprobs": logprobs if request.sampling.logprobs is not None else None,
                 "metrics": msgspec.structs.asdict(finished.metrics),
             }
         )
@@ -119,9 +122,11 @@ class AnswerWriter:
                 "text": None,
                 "token_ids": None,
                 "finish_reason": "error",
+                "stop_reason": None,
                 "num_prompt_tokens": None,
                 "num_output_tokens": 0,
                 "seed": request.sampling.seed,
+                "logprobs": None,
                 "metrics": None,
                 "error": reason,
             }

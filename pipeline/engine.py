@@ -27,6 +27,7 @@ from pipeline.messages import (
     SubmitRequest,
 )
 from pipeline.placement import CorePlan, plan_cores
+from pipeline.sampling_options import check_sampling
 from pipeline.supervisor import Supervisor
 from pipeline.topology import StageSpec, usable_cores
 
@@ -111,8 +112,8 @@ class Engine:
             given = "neither" if prompt is None else "both"
             raise RequestError(f"{request_id}: expected either a prompt or a chat, got {given}")
         try:
-            msgspec.convert(msgspec.to_builtins(sampling), Sampling)
-        except msgspec.ValidationError as error:
+            check_sampling(sampling)
+        except RequestError as error:
             raise RequestError(f"{request_id}: {error}") from None
         request = SubmitRequest(
             request_id=request_id,

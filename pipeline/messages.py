@@ -39,6 +39,7 @@ from conf.limits import (
     MAX_STOP_STRING,
     MAX_STOP_STRINGS,
     MAX_TEMPERATURE,
+    MAX_WHOLE_NUMBER,
 )
 from pipeline.tensor_pool import TensorRef
 
@@ -58,7 +59,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages; the tag is the class name."""
 
 
-_TokenId = Annotated[int, Meta(ge=0)]
+_TokenId = Annotated[int, Meta(ge=0, le=MAX_WHOLE_NUMBER)]
 _AdditivePenalty = Annotated[float, Meta(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
 
 

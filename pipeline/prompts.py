@@ -1,14 +1,15 @@
 """The prompts of a run: from the command line, from a file, or built in.
 
 A file is JSON Lines, each line an object with `prompt` (one question) or `turns` (the user's side of a
-conversation), or plain text with one prompt a line. A line that is neither is an error with its number.
+conversation) and maybe `sampling` (request options by name, over those of the run), or plain text with one
+prompt a line. A line that is neither is an error with its number.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.errors import ConfigError, shown, shown_path
@@ -42,6 +43,8 @@ class PromptRow:
     """Whether it was given as `turns`: it is then numbered by turn, and needs a chat template."""
     origin: str
     """Where it came from, for error messages: `prompt`, `prompts.jsonl:3` or `built-in prompt 2`."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Request options of its own, by name; not checked yet."""
 
 
 def rows_of_prompt(prompt: str) -> list[PromptRow]:
@@ -72,11 +75,17 @@ def read_prompts_file(path: Path) -> list[PromptRow]:
     rows = []
     for index, (number, line) in enumerate(lines):
         origin = f"{shown_path(path)}:{number}"
-        turns, is_conversation = _parse_row(line, origin) if is_json else ((line,), False)
+        turns, is_conversation, options = _parse_row(line, origin) if is_json else ((line,), False, {})
         for turn in turns:
             _check_unicode(turn, origin)
         rows.append(
-            PromptRow(index=index, turns=tuple(turns), is_conversation=is_conversation, origin=origin)
+            PromptRow(
+                index=index,
+                turns=tuple(turns),
+                is_conversation=is_conversation,
+                origin=origin,
+                options=options,
+            )
         )
     if not any(turn for row in rows for turn in row.turns):
         raise ConfigError(f"prompts_file={shown_path(path)} has only empty prompts, expected some text")
@@ -99,8 +108,11 @@ def _read_lines(path: Path) -> list[str]:
     return text.split("\n")
 
 
-def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool]:
-    """The turns of a JSON line, and whether they were given as `turns`. Other keys of the object are data."""
+def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool, dict[str, object]]:
+    """The turns of a JSON line, whether they were given as `turns`, and its options.
+
+    Other keys of the object are data.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:  # whose own text counts lines from this one
@@ -112,10 +124,15 @@ def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool]:
         raise ConfigError(f"{origin} is nested too deeply to be read; {_EXPECTED}") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
         raise ConfigError(f"{origin}: {_EXPECTED}, one of the two keys, got {shown(line.strip())}")
+    options = row.get("sampling", {})
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f'{origin}: expected options such as "sampling": {{"temperature": 0.5}}, got {shown(options)}'
+        )
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
             raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {shown(line.strip())}")
-        return (row["prompt"],), False
+        return (row["prompt"],), False, options
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ConfigError(f"{origin}: {_EXPECTED} with a list of texts, got {shown(line.strip())}")
@@ -124,7 +141,7 @@ def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool]:
         raise ConfigError(
             f"{origin}: turn {number} is empty, expected some text in each; fill it or leave it out"
         )
-    return turns, True
+    return turns, True, options
 
 
 def _check_unicode(text: str, origin: str) -> None:

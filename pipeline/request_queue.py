@@ -11,10 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from conf.schema import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RequestError
 from pipeline.messages import ChatTurn, Sampling
 from pipeline.prompts import PromptRow
+from pipeline.samples import sample_id, sample_seed
+from pipeline.sampling_options import sampling_of, with_options
 
 _SEED_BITS = 53
 """Fresh seeds stay exact in every JSON reader, which may read numbers as doubles."""
@@ -25,7 +29,8 @@ class Request:
     """One request as it is submitted."""
 
     request_id: str
-    """The row's index; with the turn after a dot for a conversation, such as `3.0`."""
+    """The row's index; with the turn after a dot for a conversation, such as `3.0`, and the sample after a
+    slash where there are several, such as `3/1`."""
     text: str
     """What the user says in it."""
     prompt: str | None
@@ -35,6 +40,8 @@ class Request:
     sampling: Sampling
     row: PromptRow
     turn: int
+    sample: int
+    """Which of the samples of its row it is, from 0; each sample of a conversation goes on by itself."""
 
     @property
     def turn_name(self) -> str | None:
@@ -53,7 +60,8 @@ class RequestQueue:
     def __init__(self, rows: Sequence[PromptRow], config: RunConfig, *, use_chat: bool) -> None:
         """use_chat: send conversations for the model's chat template, not raw prompts.
 
-        Raises `ConfigError` if a row is a conversation and `use_chat` is off.
+        Raises `ConfigError` if a row is a conversation and `use_chat` is off, and for options of a row that
+        are not supported.
         """
         for row in rows:
             if row.is_conversation and not use_chat:
@@ -63,7 +71,7 @@ class RequestQueue:
                 )
         self._config = config
         self._use_chat = use_chat
-        self._waiting = deque(self._first_request(row) for row in rows)
+        self._waiting = deque(request for row in rows for request in self._first_requests(row))
         self.in_flight: dict[str, Request] = {}
         """Submitted requests without an end, by id."""
 
@@ -85,41 +93,48 @@ class RequestQueue:
         request = self.in_flight.pop(request_id)
         if request.chat is not None and request.turn + 1 < len(request.row.turns):
             history = (*request.chat, ChatTurn(role="assistant", content=answer))
-            self._waiting.appendleft(self._request(request.row, request.turn + 1, history))
+            self._waiting.appendleft(self._next_turn(request, request.turn + 1, history))
         return request
 
     def fail(self, request_id: str) -> list[Request]:
         """Note that a request failed. Returns it and the later turns of its row, which fall with it."""
         request = self.in_flight.pop(request_id)
         later = range(request.turn + 1, len(request.row.turns))
-        return [request, *(self._request(request.row, turn, request.chat or ()) for turn in later)]
+        return [request, *(self._next_turn(request, turn, request.chat or ()) for turn in later)]
 
     def drop_waiting(self) -> None:
         """Forget what was not submitted yet, and the later turns of what was."""
         self._waiting.clear()
 
-    def _first_request(self, row: PromptRow) -> Request:
-        return self._request(row, 0, ())
+    def _first_requests(self, row: PromptRow) -> list[Request]:
+        sampling = self._sampling(row)
+        return [self._request(row, 0, (), sampling, sample) for sample in range(self._config.n)]
 
-    def _request(self, row: PromptRow, turn: int, history: tuple[ChatTurn, ...]) -> Request:
+    def _next_turn(self, request: Request, turn: int, history: tuple[ChatTurn, ...]) -> Request:
+        return self._request(request.row, turn, history, self._sampling(request.row), request.sample)
+
+    def _request(
+        self, row: PromptRow, turn: int, history: tuple[ChatTurn, ...], sampling: Sampling, sample: int
+    ) -> Request:
+        """sampling: that of sample 0."""
         text = row.turns[turn]
+        request_id = f"{row.index}.{turn}" if row.is_conversation else str(row.index)
         return Request(
-            request_id=f"{row.index}.{turn}" if row.is_conversation else str(row.index),
+            request_id=sample_id(request_id, sample, num_samples=self._config.n),
             text=text,
             prompt=None if self._use_chat else text,
             chat=(*history, ChatTurn(role="user", content=text)) if self._use_chat else None,
-            sampling=self._sampling(),
+            sampling=msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, sample)),
             row=row,
             turn=turn,
+            sample=sample,
         )
 
-    def _sampling(self) -> Sampling:
-        config = self._config
-        return Sampling(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            seed=secrets.randbits(_SEED_BITS) if config.seed is None else config.seed,
-        )
+    def _sampling(self, row: PromptRow) -> Sampling:
+        """The run's options with those of the row; a seed is drawn where neither gives one."""
+        seed = self._config.seed
+        sampling = sampling_of(self._config, seed=secrets.randbits(_SEED_BITS) if seed is None else seed)
+        try:
+            return with_options(sampling, row.options)
+        except RequestError as error:
+            raise ConfigError(f"{row.origin}: {error}") from None

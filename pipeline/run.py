@@ -146,10 +146,11 @@ def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) 
         check_output_is_no_model(arguments.output, named, config)
     queue = RequestQueue(rows, config, use_chat=_uses_chat(config))
     with ExitStack() as stack:
+        num_answers = len(rows) * config.n
         printer = AnswerPrinter(
             sys.stdout,
-            is_live=config.max_requests == 1 or len(rows) == 1,
-            has_headers=len(rows) > 1 or rows[0].is_conversation,
+            is_live=config.max_requests == 1 or num_answers == 1,
+            has_headers=num_answers > 1 or rows[0].is_conversation,
         )
         began = time.monotonic()
         _say(f"loading {config.model.path}")
@@ -180,7 +181,7 @@ class Run:
         self._printer = printer
         self._writer = writer
         self._interrupts = interrupts
-        self._token_ids: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[TextBlock]] = {}
         self._finished: list[RequestFinished] = []
         self._num_failed = 0
         self._began = time.monotonic()
@@ -219,7 +220,7 @@ class Run:
     def _submit_waiting(self) -> None:
         while (request := self._queue.take()) is not None:
             self._printer.begin(request)
-            self._token_ids[request.request_id] = []
+            self._blocks[request.request_id] = []
             try:
                 self._engine.submit(
                     request_id=request.request_id,
@@ -241,7 +242,7 @@ class Run:
             return  # the last words of a request that ended otherwise
         match event:
             case TextBlock():
-                self._token_ids[event.request_id].extend(event.token_ids)
+                self._blocks[event.request_id].append(event)
                 self._printer.block(event)
             case RequestFinished():
                 self._finish(event)
@@ -249,18 +250,19 @@ class Run:
                 self._fail(event.request_id, event.reason)
 
     def _finish(self, finished: RequestFinished) -> None:
-        request = self._queue.finish(finished.request_id, finished.text)
+        answer = finished.text[finished.num_echo_characters :]
+        request = self._queue.finish(finished.request_id, answer)
         if self._interrupts.received is not None:
             self._queue.drop_waiting()  # no next turn
         self._finished.append(finished)
-        token_ids = self._token_ids.pop(finished.request_id)
+        blocks = self._blocks.pop(finished.request_id)
         if self._writer is not None:
-            self._writer.write_answer(request, finished, token_ids)
+            self._writer.write_answer(request, finished, blocks)
         self._printer.end(request, finished)
 
     def _fail(self, request_id: str, reason: str) -> None:
         failed, *later = self._queue.fail(request_id)
-        del self._token_ids[request_id]
+        del self._blocks[request_id]
         self._num_failed += 1 + len(later)
         self._printer.fail(failed)
         _say(f"error: {failed.origin}: {' '.join(reason.split())}")

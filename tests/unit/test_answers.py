@@ -9,6 +9,7 @@ import pytest
 from conf.schema import RunConfig
 from pipeline.answers import AnswerWriter, check_output
 from pipeline.errors import ConfigError
+from pipeline.messages import TextBlock, TokenLogprobs
 from pipeline.prompts import PromptRow
 from pipeline.request_queue import RequestQueue
 from tests.fake_frontend_events import METRICS, NO_SPECULATION, finished
@@ -36,6 +37,10 @@ def request_of(text):
     return RequestQueue([row], RunConfig(seed=9), use_chat=False).take()
 
 
+def blocks_of(*token_ids):
+    return [TextBlock(request_id="0", text="", token_ids=ids, source=None) for ids in token_ids]
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
@@ -43,7 +48,7 @@ def lines_of(path):
 def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
     path = tmp_path / "answers.jsonl"
     with AnswerWriter(path) as writer:
-        writer.write_answer(request_of("say\u2028 ü\n"), finished(text="ok 🌵"), [1, 2, 3])
+        writer.write_answer(request_of("say\u2028 ü\n"), finished(text="ok 🌵"), blocks_of([1, 2], [3]))
         (row,) = lines_of(path)
     metrics = row.pop("metrics")
     assert row == {
@@ -52,9 +57,11 @@ def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
         "text": "ok 🌵",
         "token_ids": [1, 2, 3],
         "finish_reason": "length",
+        "stop_reason": None,
         "num_prompt_tokens": 5,
         "num_output_tokens": 31,
         "seed": 9,
+        "logprobs": None,
     }
     assert set(metrics) >= METRIC_NAMES
     assert (metrics["hit_rate"], metrics["num_rounds"]) == (METRICS.hit_rate, METRICS.num_rounds)
@@ -63,7 +70,7 @@ def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
 def test_undefined_figures_are_null(tmp_path):
     path = tmp_path / "answers.jsonl"
     with AnswerWriter(path) as writer:
-        writer.write_answer(request_of("a"), finished(metrics=NO_SPECULATION), [1])
+        writer.write_answer(request_of("a"), finished(metrics=NO_SPECULATION), blocks_of([1]))
     (row,) = lines_of(path)
     undefined = {"acceptance_rate", "cache_hits", "hit_rate", "decode_seconds", "tokens_per_second"}
     assert {name for name in undefined if row["metrics"][name] is None} == undefined
@@ -73,7 +80,7 @@ def test_nan_is_never_written(tmp_path):
     path = tmp_path / "answers.jsonl"
     bad = finished(metrics=NO_SPECULATION.__class__(**{**as_dict(NO_SPECULATION), "hit_rate": math.nan}))
     with AnswerWriter(path) as writer, pytest.raises(ValueError, match="not JSON compliant"):
-        writer.write_answer(request_of("a"), bad, [1])
+        writer.write_answer(request_of("a"), bad, blocks_of([1]))
 
 
 def as_dict(metrics):
@@ -84,7 +91,7 @@ def test_a_failed_request_has_its_error(tmp_path):
     path = tmp_path / "answers.jsonl"
     with AnswerWriter(path) as writer:
         writer.write_failure(request_of("a"), "too long")
-        writer.write_answer(request_of("b"), finished(), [1])
+        writer.write_answer(request_of("b"), finished(), blocks_of([1]))
     first, second = lines_of(path)
     assert set(first) == {*second, "error"}
     assert (first["request_id"], first["prompt"], first["error"]) == ("0", "a", "too long")
@@ -120,3 +127,16 @@ def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot be written"):
         check_output(tmp_path / "a.jsonl", prompts_file=None)
+
+
+def test_log_probabilities_are_written_where_they_were_asked_for(tmp_path):
+    entry = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top_token_ids=[7, 2], top_logprobs=[-0.5, -2.0])
+    row = PromptRow(index=0, turns=("a",), is_conversation=False, origin="prompt", options={"logprobs": 2})
+    request = RequestQueue([row], RunConfig(seed=9), use_chat=False).take()
+    block = TextBlock(request_id="0", text="", token_ids=[7], source=None, logprobs=[entry])
+    with AnswerWriter(tmp_path / "answers.jsonl") as writer:
+        writer.write_answer(request, finished(), [block])
+    (written,) = lines_of(tmp_path / "answers.jsonl")
+    assert written["logprobs"] == [
+        {"token_id": 7, "logprob": -0.5, "rank": 1, "top_token_ids": [7, 2], "top_logprobs": [-0.5, -2.0]}
+    ]
