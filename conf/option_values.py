@@ -1,4 +1,4 @@
-"""Values of keys that Hydra's grammar would take apart: stop strings, which are any text, and biases by id."""
+"""Values of keys that Hydra's grammar would take apart: stop strings, which are any text, and biases."""
 
 from __future__ import annotations
 

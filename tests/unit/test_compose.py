@@ -192,7 +192,7 @@ def test_every_group_file_composes_and_describes_itself():
 def test_every_key_of_the_schema_is_known_and_described():
     def leaves(tree, prefix=""):
         for name, value in tree.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and name != "logit_bias":  # which is a value, no group
                 yield from leaves(value, f"{prefix}{name}.")
             else:
                 yield prefix + name

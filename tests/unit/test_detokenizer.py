@@ -1,15 +1,18 @@
 """The detokenizer stage: one text block per committed block, then the whole text."""
 
+import msgspec
 import pytest
 
 from pipeline.errors import ConfigError, ProtocolError
 from pipeline.messages import (
+    BeginText,
     Committed,
     FinishReason,
     ProposalSource,
     RequestFinished,
     StageName,
     TextBlock,
+    TokenLogprobs,
 )
 from stages.detokenizer import DetokenizerStage
 from tests.fake_frontend_events import NO_SPECULATION
@@ -132,3 +135,60 @@ def test_an_id_can_be_used_again_once_its_request_is_finished(stage, tokenizer, 
 def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path, outbox):
     with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         DetokenizerStage(outbox=outbox, folder=tmp_path).setup()
+
+
+def end_of_stop(request_id, round_id, token_ids, stop, num_cut_characters):
+    last = committed(request_id, round_id, token_ids, FinishReason.STOP)
+    return msgspec.structs.replace(last, stop_reason=stop, num_cut_characters=num_cut_characters)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("stop", ["t", "the", "the end", "한 🦀", "🦀", " "])
+def test_no_part_of_a_stop_string_is_shown(stage, tokenizer, outbox, stop, block_size):
+    ids = tokenizer.encode(TEXT).ids
+    start = TEXT.index(stop)
+    num_tokens = next(n for n in range(len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+    num_cut = len(tokenizer.decode(ids[:num_tokens])) - start
+    stage.handle(BeginText(request_id="0", stop=["zzz", stop], prompt_text=None))
+    blocks = [ids[i : min(i + block_size, num_tokens)] for i in range(0, num_tokens, block_size)]
+    for round_id, block in enumerate(blocks[:-1]):
+        stage.handle(committed("0", round_id, block))
+    stage.handle(end_of_stop("0", len(blocks), blocks[-1], stop, num_cut))
+    *texts, finished = outbox
+    assert "".join(block.text for block in texts) == finished.text == TEXT[:start]
+    assert (finished.num_output_tokens, finished.stop_reason) == (num_tokens, stop)
+    assert [token for block in texts for token in block.token_ids] == ids[:num_tokens]
+
+
+def test_what_only_looked_like_a_stop_string_is_shown(stage, tokenizer, outbox):
+    stage.handle(BeginText(request_id="0", stop=["the endless"], prompt_text=None))
+    ids = tokenizer.encode(TEXT).ids
+    stage.handle(committed("0", 0, ids))
+    assert outbox[0].text == TEXT.removesuffix("the end")
+    stage.handle(committed("0", 1, tokenizer.encode("ing").ids))
+    assert outbox[1].text == "the ending"
+    stage.handle(committed("0", 2, tokenizer.encode(" the").ids))
+    stage.handle(committed("0", 3, [], FinishReason.CANCELLED))
+    assert outbox[-1].text == TEXT + "ing the"
+
+
+def test_an_echoed_prompt_comes_first_and_counts_no_tokens(stage, tokenizer, outbox):
+    stage.handle(BeginText(request_id="0", stop=[], prompt_text="Say: "))
+    ids = tokenizer.encode("hello").ids
+    stage.handle(committed("0", 0, ids, FinishReason.LENGTH))
+    echo, answer, finished = outbox
+    assert (echo.text, echo.token_ids) == ("Say: ", [])
+    assert (answer.text, finished.text) == ("hello", "Say: hello")
+    assert (finished.num_echo_characters, finished.num_output_tokens) == (5, len(ids))
+
+
+def test_a_text_that_begins_twice_is_refused(stage, outbox):
+    stage.handle(BeginText(request_id="0", stop=["x"], prompt_text=None))
+    with pytest.raises(ProtocolError, match="begun"):
+        stage.handle(BeginText(request_id="0", stop=["x"], prompt_text=None))
+
+
+def test_log_probabilities_pass_through(stage, outbox):
+    entry = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top_token_ids=[7], top_logprobs=[-0.5])
+    stage.handle(msgspec.structs.replace(committed("0", 0, [7]), logprobs=[entry]))
+    assert outbox[0].logprobs == [entry]

@@ -261,3 +261,13 @@ def test_the_demo_model_gets_the_ids_of_transformers():
         ids = encoder.encode_request(prompt=None, chat=turns(conversation))
         whole = expected.apply_chat_template(messages(conversation), add_generation_prompt=True)
         assert ids == whole["input_ids"]
+
+
+def test_an_echoed_prompt_is_the_text_that_was_encoded(chat_folder):
+    stage, outbox = stage_for(chat_folder)
+    sampling = Sampling(max_tokens=4, seed=1, echo=True)
+    for source in ({"prompt": " hi"}, {"chat": turns([("user", "hi")])}):
+        stage.handle(SubmitRequest(request_id="0", sampling=sampling, submitted_ns=5, **source))
+    stage.handle(submit(prompt=" hi"))
+    texts = [message.prompt_text for _, message in outbox]
+    assert texts == [" hi", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", None]
