@@ -128,7 +128,7 @@ class LogitEdits:
         if sampling.frequency_penalty:
             values = values - (sampling.frequency_penalty * counts).to(dtype)
         if sampling.presence_penalty:
-            values = values - (sampling.presence_penalty * (counts > 0)).to(dtype)
+            values = values - sampling.presence_penalty * (counts > 0).to(dtype)
         return values
 
     def _touch(self, columns: Tensor) -> None:
