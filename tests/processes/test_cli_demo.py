@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from pipeline.samples import sample_seed
+
 pytestmark = pytest.mark.demo
 
 STAGES = ["tokenizer", "draft-speculator", "outcome-predictor", "target-verifier", "detokenizer"]
@@ -40,6 +42,39 @@ def is_alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_rows_with_options_of_their_own_share_rounds(tmp_path):
+    prompt = "Count from one to nine."
+    options = [
+        {"logit_bias": {"28": 100}, "stop_token_ids": [28], "min_tokens": 3, "logprobs": 2},
+        {"logit_bias": {"28": 100}, "stop": [",,"], "echo": True},
+        {"logit_bias": {"28": 100}, "stop": [",,"], "min_tokens": 4, "presence_penalty": 2.0},
+    ]
+    rows = [json.dumps({"prompt": prompt, "sampling": sampling}) + "\n" for sampling in options]
+    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    arguments = ["prompts_file=rows.jsonl", "output=out.jsonl", "max_tokens=8", "max_requests=3", "seed=1"]
+    process = start(tmp_path, "conf=saguaro_tree", "n=2", *arguments)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    lines = (tmp_path / "out.jsonl").read_text("utf-8").splitlines()
+    answers = {answer["request_id"]: answer for answer in map(json.loads, lines)}
+    assert sorted(answers) == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
+    assert [answers[f"0/{sample}"]["seed"] for sample in range(2)] == [1, sample_seed(1, 1)]
+    # The comma, token 28, comes at once unless it is banned.
+    banned, echoed, late = (answers[f"{row}/0"] for row in range(3))
+    assert (banned["stop_reason"], banned["token_ids"][3:], 28 in banned["token_ids"][:3]) == (
+        28,
+        [28],
+        False,
+    )
+    assert [entry["token_id"] for entry in banned["logprobs"]] == banned["token_ids"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in banned["logprobs"])
+    assert (echoed["stop_reason"], echoed["token_ids"]) == (",,", [28, 28])
+    assert prompt in echoed["text"]
+    assert not echoed["text"].endswith(",")
+    assert (late["stop_reason"], late["token_ids"], late["text"]) == (",,", [28] * 5, ",,,")
+    assert late["finish_reason"] == "stop"
 
 
 def test_saguaro_answers_a_conversation_and_an_empty_prompt_fails_alone(tmp_path):
