@@ -38,7 +38,7 @@ def check_sampling(sampling: Sampling) -> None:
 def with_options(base: Sampling, options: Mapping[str, object]) -> Sampling:
     """`base` with some options replaced.
 
-    options: by name, as JSON has them: the keys of `logit_bias` may be texts.
+    options: by name, as JSON has them: the keys of `logit_bias` may be texts, and `stop` a single one.
     Raises `RequestError` for an unknown name, a wrong type and a value out of range.
     """
     for name in options:
@@ -46,6 +46,8 @@ def with_options(base: Sampling, options: Mapping[str, object]) -> Sampling:
             near = difflib.get_close_matches(name, _FIELDS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"supported: {', '.join(_FIELDS)}"
             raise RequestError(f"option {shown(name)} is not supported; {advice}")
+    if isinstance(stop := options.get("stop"), str):
+        options = {**options, "stop": [stop]}
     try:
         changed = msgspec.convert({**msgspec.to_builtins(base), **options}, Sampling, str_keys=True)
     except msgspec.ValidationError as error:

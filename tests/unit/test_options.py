@@ -86,7 +86,8 @@ def test_a_number_of_samples_out_of_range_is_refused(n):
         ({"prompt_logprobs": 1}, "option prompt_logprobs is not supported"),
         ({"temprature": 1.0}, "did you mean temperature"),
         ({"n": 2}, "option n is not supported"),
-        ({"stop": "END"}, "stop: expected `array`"),
+        ({"stop": 3}, "stop: expected `array`"),
+        ({"stop": ""}, "stop"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"temperature": "hot"}, "temperature: expected `float`"),
     ],
@@ -97,7 +98,8 @@ def test_options_that_are_not_supported_are_refused_by_name(options, reason):
 
 
 def test_options_take_the_place_of_those_of_the_run():
-    changed = with_options(BASE, {"temperature": 1, "logit_bias": {"7": 2}, "stop": ["END"]})
+    changed = with_options(BASE, {"temperature": 1, "logit_bias": {"7": 2}, "stop": "END"})
+    assert changed == with_options(BASE, {"temperature": 1.0, "logit_bias": {7: 2}, "stop": ["END"]})
     assert changed == msgspec.structs.replace(BASE, temperature=1.0, logit_bias={7: 2.0}, stop=["END"])
 
 
