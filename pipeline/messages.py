@@ -314,6 +314,16 @@ class TextBlock(Message, frozen=True, kw_only=True):
     token_ids: list[int]
     source: ProposalSource | None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the block has: they were committed at once."""
+        return len(self.token_ids)
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether its proposal was prepared ahead."""
+        return self.source is ProposalSource.HIT
+
 
 class RequestFinished(Message, frozen=True, kw_only=True):
     """A request is complete; every `TextBlock` of it was sent before."""

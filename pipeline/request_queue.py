@@ -6,7 +6,6 @@ first token that is not the engine's. A conversation asks its next turn once the
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from conf.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.messages import ChatTurn, Sampling
 from pipeline.prompts import PromptRow
-
-_SEED_BITS = 53
-"""Fresh seeds stay exact in every JSON reader, which may read numbers as doubles."""
+from pipeline.sampling_options import fresh_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +105,19 @@ class RequestQueue:
             text=text,
             prompt=None if self._use_chat else text,
             chat=(*history, ChatTurn(role="user", content=text)) if self._use_chat else None,
-            sampling=self._sampling(),
+            sampling=sampling_of(self._config),
             row=row,
             turn=turn,
         )
 
-    def _sampling(self) -> Sampling:
-        config = self._config
-        return Sampling(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            seed=secrets.randbits(_SEED_BITS) if config.seed is None else config.seed,
-        )
+
+def sampling_of(config: RunConfig) -> Sampling:
+    """How a run samples a request, with a fresh seed unless it has one."""
+    return Sampling(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=fresh_seed() if config.seed is None else config.seed,
+    )
