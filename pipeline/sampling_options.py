@@ -34,12 +34,12 @@ def check_option_names(names: Iterable[str]) -> None:
 
 
 def resolve_options(options: Mapping[str, object], defaults: Mapping[str, object]) -> Sampling:
-    """`defaults` with `options` in their places, and a fresh seed where neither gives one.
+    """`defaults` with `options` in their places, and a fresh seed where neither gives one; None is no option.
 
     Raises `RequestError` that names the option that does not exist, or is out of its range.
     """
     check_option_names(options)
-    merged = {**defaults, **options}
+    merged = {**defaults, **{name: value for name, value in options.items() if value is not None}}
     if merged.get("seed") is None:
         merged["seed"] = fresh_seed()
     try:

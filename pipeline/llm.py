@@ -1,0 +1,148 @@
+"""`LLM`: a pipeline of one's own inside a Python program, with the habits of vLLM's class of that name.
+
+    with LLM(speculative_config={"method": "saguaro", "num_speculative_tokens": 6}) as llm:
+        for output in llm.generate(["Once upon a time", "def add("], SamplingParams(max_tokens=32)):
+            print(output.prompt, output.outputs[0].text)
+
+The stages are processes of their own, started by command and not by forking, so a script needs no `__main__`
+guard (and may have one). One call at a time: threads wait for one another.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from conf.check import check
+from conf.compose import compose
+from pipeline.client import turns_of
+from pipeline.engine import Engine
+from pipeline.errors import EngineDead, RequestError, shown
+from pipeline.jobs import Job, outputs_of, run_jobs
+from pipeline.llm_arguments import arguments_of
+from pipeline.llm_outputs import RequestOutput
+from pipeline.messages import ChatTurn, Sampling
+from pipeline.model_source import resolve_models
+from pipeline.request_queue import sampling_of
+from pipeline.sampling_options import resolve_options
+from pipeline.sampling_params import SamplingParams
+
+Turns = Sequence[ChatTurn | Mapping[str, str]]
+
+
+class LLM:
+    """A running pipeline. A context manager; `close` stops it, as does the end of the program."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, object] | None = None,
+        **keys: object,
+    ) -> None:
+        """Load the models and start the stages.
+
+        model: Hugging Face id, local folder, or .gguf file; None: the built-in demo model.
+        speculative_config: `method` (a named run such as saguaro, or vLLM's draft_model and ngram), `model`
+            (the draft), `num_speculative_tokens` (the depth of a chain, the nodes of a tree), and any key of
+            ours below `speculation.`, such as `budget` or `tree.rows`. None: as `conf=saguaro`.
+        keys: `max_model_len`, `max_num_seqs` (prompts that share rounds), `dtype`, `seed` (of every prompt
+            that is given none), and any key of `python -m pipeline.run --help`.
+
+        Raises `ConfigError` for what cannot work, by name, and `EngineDead` if a stage is lost.
+        """
+        config = compose(arguments_of(model, speculative_config, keys))
+        check(config)
+        self._config = resolve_models(config)
+        self._lock = threading.Lock()
+        self._num_requests = 0
+        self._engine = Engine(self._config)
+        self._engine.start()
+        self._engine.leave_draft_cores()
+        self._stop = weakref.finalize(self, self._engine.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts; the outputs are in the order of the prompts.
+
+        sampling_params: one for all, or one for each; None: greedy, 128 tokens, or what the keys of this
+            `LLM` say.
+        use_tqdm: show on stderr how many prompts are answered.
+
+        Raises `RequestError` for what is no prompt; `PartialResults`, after all others are answered, when
+        some could not be; and `EngineDead` when a stage is lost.
+        """
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        for index, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"prompt {index}: expected some text, got {shown(repr(text))}")
+        return self._answer(list(texts), sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Turns | Sequence[Turns],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; see `generate`."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping | ChatTurn)
+        chats = cast(Sequence[Turns], [messages] if is_single else messages)
+        return self._answer([turns_of(chat) for chat in chats], sampling_params, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Stop the pipeline, within 5 seconds. May be called twice."""
+        self._stop()
+
+    def _answer(
+        self,
+        prompts: Sequence[str | list[ChatTurn]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if not self._stop.alive:
+            raise EngineDead("this LLM is closed; make another")
+        with self._lock:
+            jobs = []
+            for prompt, sampling in zip(prompts, self._samplings(params, len(prompts)), strict=True):
+                self._num_requests += 1
+                jobs.append(Job(prompt=prompt, sampling=sampling, request_id=str(self._num_requests)))
+            self._engine.keep_to_draft_cores()
+            try:
+                run_jobs(self._engine, jobs, max_requests=self._config.max_requests, use_tqdm=use_tqdm)
+            finally:
+                self._engine.leave_draft_cores()
+        return outputs_of(jobs)
+
+    def _samplings(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[Sampling]:
+        if params is None:
+            return [sampling_of(self._config) for _ in range(num_prompts)]
+        each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+        if len(each) != num_prompts:
+            raise RequestError(
+                f"expected 1 SamplingParams for all or {num_prompts}, one for each prompt; got {len(each)}"
+            )
+        defaults = {"seed": self._config.seed}
+        return [resolve_options(one.options, defaults) for one in each]
