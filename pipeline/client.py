@@ -476,6 +476,10 @@ class Stream:
         """The whole answer. Raises `RequestError` before the end, and for a stream that was left."""
         return self._stream.answer
 
+    def cancel(self) -> None:
+        """End the request; the stream ends with what has come so far, and reason `cancelled`."""
+        self._client.cancel(self.request_id)
+
     def close(self) -> None:
         """Leave the stream; a request that is not finished is cancelled. May be called twice."""
         self._client._run(self._stream.aclose())

@@ -26,7 +26,7 @@ from pipeline.client_messages import (
     ToEngine,
     Welcome,
 )
-from pipeline.errors import EngineDead, EngineUnreachable, RequestError, shown
+from pipeline.errors import EngineDead, EngineUnreachable, RequestError, shown_path
 
 _LAST_WORDS_S = 0.2
 """After a connection broke: time for what had arrived before to be read."""
@@ -74,7 +74,7 @@ class Connection:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
             raise EngineUnreachable(
-                f"{shown(self._address)} is no address: {error}; expected ipc:///PATH or tcp://HOST:PORT"
+                f"{shown_path(self._address)} is no address: {error}; expected ipc:///PATH or tcp://HOST:PORT"
             ) from None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         await self._post(Open(protocol=PROTOCOL_VERSION))
@@ -84,8 +84,8 @@ class Connection:
             raise EngineDead(self.loss)
         if self.welcome is None:
             raise EngineUnreachable(
-                f"no engine answers at {shown(self._address)} (waited {timeout_s:g} s); start one with "
-                f"python -m pipeline.run conf=saguaro listen={shown(self._address)}"
+                f"no engine answers at {shown_path(self._address)} (waited {timeout_s:g} s); start one with "
+                f"python -m pipeline.run conf=saguaro listen={shown_path(self._address)}"
             )
 
     async def send(self, message: ToEngine) -> None:
@@ -133,7 +133,9 @@ class Connection:
             try:
                 message: ToClient = self._decoder.decode(payload)
             except msgspec.MsgspecError as error:
-                self._lose(f"what answers at {shown(self._address)} is no engine of this version: {error}")
+                self._lose(
+                    f"what answers at {shown_path(self._address)} is no engine of this version: {error}"
+                )
                 return
             match message:
                 case Welcome():
@@ -142,7 +144,7 @@ class Connection:
                 case Refused():
                     self._lose(f"the engine refused what this client sent: {message.reason}")
                 case EngineEnded():
-                    self._lose(f"the engine at {shown(self._address)} ended: {message.reason}")
+                    self._lose(f"the engine at {shown_path(self._address)} ended: {message.reason}")
                 case _:
                     self._on_message(message)
 
@@ -150,7 +152,9 @@ class Connection:
         """Notice when the engine's end of the connection is gone, whether it said so or not."""
         await recv_monitor_message(self._monitor)
         await asyncio.sleep(_LAST_WORDS_S)
-        self._lose(f"the connection to the engine at {shown(self._address)} is lost: the engine has ended")
+        self._lose(
+            f"the connection to the engine at {shown_path(self._address)} is lost: the engine has ended"
+        )
 
     def _lose(self, reason: str) -> None:
         if self.loss is None:

@@ -51,6 +51,7 @@ class FakeEngine:
         self.is_stopped = False
         self.most_in_flight = 0
         self.cancelled: list[str] = []
+        self.prompts: dict[str, str | None] = {}
         self._poller = zmq.Poller()
         self._news: deque[FrontendMessage] = deque()
         self._in_flight: dict[str, str] = {}
@@ -78,6 +79,7 @@ class FakeEngine:
     ) -> None:
         self.submitted.append(request_id)
         self.chats[request_id] = chat
+        self.prompts[request_id] = prompt
         self.samplings[request_id] = sampling
         text = prompt if prompt is not None else chat[-1].content if chat else ""
         verb, _, rest = text.partition(" ")
