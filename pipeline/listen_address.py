@@ -72,11 +72,13 @@ class BoundAddress:
         self._socket = socket_
         self._path = address.path
         self._lock: int | None = None
+        self._owns_file = False
         if address.path is not None:
             self._lock = _lock_beside(address)
         try:
             if address.path is not None:
                 _check_free(address.path)
+                self._owns_file = True
             self._bind(address)
         except BaseException:
             self.close()
@@ -98,8 +100,9 @@ class BoundAddress:
         """Close the socket and remove its file and its lock. May be called twice."""
         self._socket.close()
         if self._lock is not None and self._path is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+            if self._owns_file:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
             with contextlib.suppress(OSError):
                 os.unlink(_lock_path(self._path))
             os.close(self._lock)

@@ -65,6 +65,10 @@ def _run_keys(keys: Mapping[str, object]) -> dict[str, object]:
         key = _RENAMED.get(name, name)
         if name in _INSTEAD or (key not in all_keys() and key not in GROUPS):
             raise ConfigError(f"LLM({shown(name)}={shown(value)}): not supported; {_advice(name)}")
+        if key in found:
+            raise ConfigError(
+                f"LLM({shown(name)}=...): {key} is given twice, expected it once; leave one out"
+            )
         if not (name == "dtype" and value == "auto"):
             found[key] = value
     return found
