@@ -87,7 +87,9 @@ class AsyncClient:
         self._connection: Connection | None = None
         self._is_closed = False
         self._connecting = asyncio.Lock()
-        self._streams: dict[str, AsyncStream] = {}
+        self._by_name: dict[str, AsyncStream] = {}
+        self._by_number: dict[str, AsyncStream] = {}
+        """What the engine knows them by: a name may be used again before it has forgotten the first."""
         self._reports: dict[str, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count(1)
 
@@ -136,30 +138,32 @@ class AsyncClient:
         Use it in `async with`, or iterate to its end, or close it: a stream that is left cancels its request.
         """
         check_option_names(options)
-        name = self._new_id() if request_id is None else request_id
-        if name in self._streams:
+        number = self._new_number()
+        name = f"request-{number}" if request_id is None else request_id
+        if name in self._by_name:
             raise RequestError(f"request id {shown(name)} is in use; choose another")
         text, chat = (prompt, None) if isinstance(prompt, str) else (None, turns_of(prompt))
         request = Generate(
-            request_id=name,
+            request_id=number,
             prompt=text,
             chat=chat,
             options={key: value for key, value in options.items() if value is not None},
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        stream = self._streams[name] = AsyncStream(self, request, limit_s)
+        stream = AsyncStream(self, request, name, limit_s)
+        self._by_name[name] = self._by_number[number] = stream
         return stream
 
     async def cancel(self, request_id: str) -> None:
         """End a request; its answer comes with finish reason `cancelled`. Unknown ids are ignored."""
-        stream = self._streams.get(request_id)
+        stream = self._by_name.get(request_id)
         if stream is not None:
             stream.cancel()
 
     async def stats(self) -> EngineStats:
         """Figures of the engine. Raises `EngineDead`, `EngineUnreachable`, `RequestTimeout`."""
         connection = await self._connected()
-        request_id = self._new_id()
+        request_id = self._new_number()
         report = self._reports[request_id] = asyncio.get_running_loop().create_future()
         try:
             await connection.send(GetStats(request_id=request_id))
@@ -172,7 +176,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancel what is in flight and disconnect. May be called twice."""
         self._is_closed = True
-        for stream in list(self._streams.values()):
+        for stream in list(self._by_name.values()):
             stream.cancel()
         self._fail_all(_CLOSED)
         if self._connection is not None:
@@ -203,11 +207,12 @@ class AsyncClient:
         if self._is_closed:
             raise EngineDead(_CLOSED)
 
-    def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+    def _forget(self, name: str, number: str) -> None:
+        self._by_name.pop(name, None)
+        self._by_number.pop(number, None)
 
-    def _new_id(self) -> str:
-        return f"request-{next(self._numbers)}"
+    def _new_number(self) -> str:
+        return str(next(self._numbers))
 
     def _take(self, message: object) -> None:
         match message:
@@ -216,12 +221,12 @@ class AsyncClient:
                 if report is not None and not report.done():
                     report.set_result(message.stats)
             case Accepted() | TextBlock() | RequestFinished() | RequestFailed():
-                stream = self._streams.get(message.request_id)
+                stream = self._by_number.get(message.request_id)
                 if stream is not None:  # else the last words of a request that was left
                     stream.take(message)
 
     def _fail_all(self, reason: str) -> None:
-        for stream in list(self._streams.values()):
+        for stream in list(self._by_name.values()):
             stream.lose(reason)
         for report in self._reports.values():
             if not report.done():
@@ -231,9 +236,9 @@ class AsyncClient:
 class AsyncStream:
     """One request of an `AsyncClient`: iterate over its blocks; `answer` has the whole at the end."""
 
-    def __init__(self, client: AsyncClient, request: Generate, timeout_s: float | None) -> None:
-        """Made by `AsyncClient.stream`. The request is sent when the first block is asked for."""
-        self.request_id = request.request_id
+    def __init__(self, client: AsyncClient, request: Generate, name: str, timeout_s: float | None) -> None:
+        """Made by `AsyncClient.stream`. Entering it sends the request, or else asking for the first block."""
+        self.request_id = name
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
@@ -247,6 +252,7 @@ class AsyncStream:
         self._is_over = False
 
     async def __aenter__(self) -> Self:
+        await self.start()
         return self
 
     async def __aexit__(
@@ -257,6 +263,16 @@ class AsyncStream:
     ) -> None:
         await self.aclose()
 
+    async def start(self) -> None:
+        """Send the request, if that was not done yet. Raises as `AsyncClient.generate` does."""
+        if self._connection is not None or self._is_over:
+            return
+        async with self._limited():
+            connection = await self._client._connected()
+            if not self._is_cancelled:
+                self._connection = connection
+                await connection.send(self._request)
+
     def __aiter__(self) -> AsyncIterator[TextBlock]:
         return self
 
@@ -264,14 +280,10 @@ class AsyncStream:
         """The next block. Raises as `AsyncClient.generate` does."""
         if self._is_over:
             raise StopAsyncIteration
-        try:
-            news = await self._next_news()
-        except BaseException:
-            await self.aclose()
-            raise
+        news = await self._next_news()
         if isinstance(news, TextBlock):
             self._blocks.append(news)
-            return news
+            return msgspec.structs.replace(news, request_id=self.request_id)
         self._end()
         match news:
             case EngineDead():
@@ -292,7 +304,7 @@ class AsyncStream:
         """End the request; the stream ends with what has come so far, and reason `cancelled`."""
         self._is_cancelled = True
         if self._connection is not None:
-            self._connection.send_soon(Cancel(request_id=self.request_id))
+            self._connection.send_soon(Cancel(request_id=self._request.request_id))
 
     async def aclose(self) -> None:
         """Leave the stream; a request that is not finished is cancelled. May be called twice."""
@@ -313,25 +325,31 @@ class AsyncStream:
             self._news.put_nowait(EngineDead(reason))
 
     async def _next_news(self) -> TextBlock | RequestFinished | RequestFailed | EngineDead:
+        await self.start()
+        if self._connection is None:
+            return RequestFailed(request_id=self.request_id, reason="cancelled before it started")
+        async with self._limited():
+            return await self._news.get()
+
+    @contextlib.asynccontextmanager
+    async def _limited(self) -> AsyncIterator[None]:
+        """Inside, the request's time runs; whatever is raised ends it."""
         if self._ends_at is None and self._timeout_s is not None:
             self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             async with asyncio.timeout_at(self._ends_at):
-                if self._connection is None:
-                    connection = await self._client._connected()
-                    if self._is_cancelled:
-                        return RequestFailed(request_id=self.request_id, reason="cancelled before it started")
-                    self._connection = connection
-                    await connection.send(self._request)
-                return await self._news.get()
-        except TimeoutError:
-            raise RequestTimeout(
-                f"request {shown(self.request_id)} took over {self._timeout_s:g} s; it was cancelled"
-            ) from None
+                yield
+        except BaseException as error:
+            await self.aclose()
+            if isinstance(error, TimeoutError):
+                raise RequestTimeout(
+                    f"request {shown(self.request_id)} took over {self._timeout_s:g} s; it was cancelled"
+                ) from None
+            raise
 
     def _end(self) -> None:
         self._is_over = True
-        self._client._forget(self.request_id)
+        self._client._forget(self.request_id, self._request.request_id)
 
     def _finished(self, end: RequestFinished | None) -> Answer:
         """end: None for a request that was cancelled before it started."""
@@ -397,10 +415,12 @@ class Client:
         timeout_s: float | None = None,
         **options: object,
     ) -> Stream:
-        """The answer block by block; see `AsyncClient.stream`."""
+        """The answer block by block; see `AsyncClient.stream`. The request is sent at once."""
 
         async def make() -> AsyncStream:
-            return self._client.stream(prompt, request_id=request_id, timeout_s=timeout_s, **options)
+            stream = self._client.stream(prompt, request_id=request_id, timeout_s=timeout_s, **options)
+            await stream.start()
+            return stream
 
         return Stream(self, self._run(make()))
 
