@@ -73,10 +73,9 @@ class BoundAddress:
         self._path = address.path
         self._lock: int | None = None
         self._owns_file = False
-        if address.path is not None:
-            self._lock = _lock_beside(address)
         try:
             if address.path is not None:
+                self._lock = _lock_beside(address)
                 _check_free(address.path)
                 self._owns_file = True
             self._bind(address)

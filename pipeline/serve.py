@@ -89,7 +89,7 @@ def listening(config: RunConfig, address: ListenAddress) -> Iterator[tuple[zmq.S
         with BoundAddress(socket, address) as bound:
             yield socket, bound.text
     finally:
-        context.term()
+        context.destroy(linger=_LINGER_MS)
 
 
 @dataclass(slots=True, kw_only=True)

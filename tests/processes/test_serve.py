@@ -298,6 +298,19 @@ def test_async_requests_run_side_by_side_and_a_cancelled_task_cancels_its_reques
     assert server.engine.cancelled == ["21"]
 
 
+def test_an_address_in_use_and_one_open_to_the_network_are_said_in_one_line(tmp_path, base_folder, server):
+    for address, said in (
+        (server.address, "another engine serves there; choose another address"),
+        ("tcp://0.0.0.0:*", "allow_remote=true"),
+    ):
+        arguments = [f"listen={address}", f"model.path={base_folder}"]
+        with ServingProcess(*arguments, module="tests.fake_engine") as refused:
+            assert refused.wait(60) == 2
+            (line,) = [line for line in refused.lines if line.startswith("error: ")]
+            assert said in line
+            assert "loading" not in refused.stderr
+
+
 # --- what no client of ours would do --------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from pipeline.client import Client
 from pipeline.errors import EngineDead, RequestError
 from pipeline.messages import FinishReason, ProposalSource, Sampling
 from tests.processes.runtime import traces, wait_until
-from tests.processes.serving import ServingProcess
+from tests.processes.serving import START_S, ServingProcess
 from tests.tiny_folder import TinyFolder, save_tiny_folder
 
 NUM_CLIENTS = 16
@@ -177,13 +177,15 @@ def test_a_thousand_mixed_requests_of_sixteen_clients(
 
 
 def test_two_engines_started_at_once_both_serve_and_one_outlives_the_other(
-    tiny: TinyFolder, questions: list[Question]
+    tiny: TinyFolder, questions: list[Question], tmp_path: Path
 ) -> None:
-    listen = "tcp://127.0.0.1:*"
-    with serve(tiny, listen) as first, serve(tiny, listen) as second:
-        addresses = [engine.wait_ready().address for engine in (first, second)]
-        assert addresses[0] != addresses[1]
-        with Client(addresses[0]) as one, Client(addresses[1]) as two:
+    addresses = [f"ipc://{tmp_path}/first", "tcp://127.0.0.1:*"]
+    with serve(tiny, addresses[0]) as first, serve(tiny, addresses[1]) as second:
+        # The first client comes while the models are loaded, and waits for them.
+        with (
+            Client(addresses[0], connect_timeout_s=START_S) as one,
+            Client(second.wait_ready().address) as two,
+        ):
             for number, question in enumerate(questions[:6]):
                 for client in (one, two):
                     Asker(client, questions, 0)._answer(question, f"id-{number}")
@@ -198,25 +200,3 @@ def test_two_engines_started_at_once_both_serve_and_one_outlives_the_other(
             assert first.wait() == 1
             Asker(two, questions, 0)._blocks(questions[0], "still")
         assert traces(first.process.pid) == set()
-
-
-def test_an_address_in_use_and_one_open_to_the_network_are_said_in_one_line(
-    tiny: TinyFolder, tmp_path: Path
-) -> None:
-    address = f"ipc://{tmp_path}/s"
-    with serve(tiny, address, "conf=autoregressive", "speculation.draft.path=null") as first:
-        wait_until((tmp_path / "s").exists, timeout_s=60)  # it holds the address while it loads
-        with serve(tiny, address) as second:
-            assert second.wait(60) == 2
-            assert "error: listen=" in second.stderr
-            assert "another engine serves there" in second.stderr
-            assert "loading" not in second.stderr
-        with serve(tiny, "tcp://0.0.0.0:*") as remote:
-            assert remote.wait(60) == 2
-            assert "allow_remote=true" in remote.stderr
-        # A client that comes while the models are loaded waits for them.
-        with Client(address, connect_timeout_s=120, timeout_s=120) as client:
-            assert client.generate([{"role": "user", "content": "hello"}], max_tokens=3).token_ids
-        first.process.send_signal(signal.SIGTERM)
-        assert first.wait() == 128 + signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []
