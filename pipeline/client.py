@@ -31,6 +31,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from pipeline.client_messages import Accepted, Cancel, EngineStats, Generate, GetStats, StatsReport
+from pipeline.client_options import without_defaults
 from pipeline.connection import Connection
 from pipeline.errors import EngineDead, RequestError, RequestTimeout, shown
 from pipeline.messages import (
@@ -41,7 +42,6 @@ from pipeline.messages import (
     RequestMetrics,
     TextBlock,
 )
-from pipeline.sampling_options import check_option_names
 
 Prompt = str | Sequence[ChatTurn | Mapping[str, str]]
 """A raw prompt, or the turns of a conversation: `{"role": "user", "content": "..."}`."""
@@ -59,14 +59,19 @@ class Answer:
 
     request_id: str
     text: str
-    token_ids: list[int]
-    """An end-of-sequence token is among them, and not in the text."""
+    blocks: list[TextBlock]
+    """What came of each round: text, tokens, and whether they were a hit."""
     finish_reason: FinishReason
     seed: int
     """With it, the same request gives the same answer again."""
     num_prompt_tokens: int | None
     """None for a request that was cancelled before it started, as is `metrics`."""
     metrics: RequestMetrics | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All output tokens. An end-of-sequence token is among them, and not in the text."""
+        return [token_id for block in self.blocks for token_id in block.token_ids]
 
 
 class AsyncClient:
@@ -137,7 +142,6 @@ class AsyncClient:
 
         Use it in `async with`, or iterate to its end, or close it: a stream that is left cancels its request.
         """
-        check_option_names(options)
         number = self._new_number()
         name = f"request-{number}" if request_id is None else request_id
         if name in self._by_name:
@@ -147,7 +151,7 @@ class AsyncClient:
             request_id=number,
             prompt=text,
             chat=chat,
-            options={key: value for key, value in options.items() if value is not None},
+            options=without_defaults(options),
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         stream = AsyncStream(self, request, name, limit_s)
@@ -282,8 +286,9 @@ class AsyncStream:
             raise StopAsyncIteration
         news = await self._next_news()
         if isinstance(news, TextBlock):
-            self._blocks.append(news)
-            return msgspec.structs.replace(news, request_id=self.request_id)
+            block = msgspec.structs.replace(news, request_id=self.request_id)
+            self._blocks.append(block)
+            return block
         self._end()
         match news:
             case EngineDead():
@@ -356,7 +361,7 @@ class AsyncStream:
         return Answer(
             request_id=self.request_id,
             text=end.text if end else "",
-            token_ids=[token_id for block in self._blocks for token_id in block.token_ids],
+            blocks=self._blocks,
             finish_reason=end.finish_reason if end else FinishReason.CANCELLED,
             seed=self._seed,
             num_prompt_tokens=end.num_prompt_tokens if end else None,

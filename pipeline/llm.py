@@ -19,15 +19,14 @@ from typing import Self, cast
 from conf.check import check
 from conf.compose import compose
 from pipeline.client import turns_of
+from pipeline.client_options import resolve_options
 from pipeline.engine import Engine
 from pipeline.errors import EngineDead, RequestError, shown
-from pipeline.jobs import Job, outputs_of, run_jobs
+from pipeline.jobs import jobs_of, outputs_of, run_jobs
 from pipeline.llm_arguments import arguments_of
 from pipeline.llm_outputs import RequestOutput
-from pipeline.messages import ChatTurn, Sampling
+from pipeline.messages import ChatTurn
 from pipeline.model_source import resolve_models
-from pipeline.request_queue import sampling_of
-from pipeline.sampling_options import resolve_options
 from pipeline.sampling_params import SamplingParams
 
 Turns = Sequence[ChatTurn | Mapping[str, str]]
@@ -124,9 +123,14 @@ class LLM:
             raise EngineDead("this LLM is closed; make another")
         with self._lock:
             jobs = []
-            for prompt, sampling in zip(prompts, self._samplings(params, len(prompts)), strict=True):
+            each = self._params_of_each(params, len(prompts))
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 self._num_requests += 1
-                jobs.append(Job(prompt=prompt, sampling=sampling, request_id=str(self._num_requests)))
+                sampling = resolve_options({} if one is None else one.options, self._config)
+                num_samples = 1 if one is None else one.n
+                jobs += jobs_of(
+                    prompt, sampling, num_samples, index=index, request_id=str(self._num_requests)
+                )
             self._engine.keep_to_draft_cores()
             try:
                 run_jobs(self._engine, jobs, max_requests=self._config.max_requests, use_tqdm=use_tqdm)
@@ -134,15 +138,15 @@ class LLM:
                 self._engine.leave_draft_cores()
         return outputs_of(jobs)
 
-    def _samplings(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[Sampling]:
-        if params is None:
-            return [sampling_of(self._config) for _ in range(num_prompts)]
-        each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+    @staticmethod
+    def _params_of_each(
+        params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams | None]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        each = list(params)
         if len(each) != num_prompts:
             raise RequestError(
                 f"expected 1 SamplingParams for all or {num_prompts}, one for each prompt; got {len(each)}"
             )
-        defaults = {"seed": self._config.seed}
-        return [resolve_options(one.options, defaults) for one in each]
+        return each

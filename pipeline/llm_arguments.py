@@ -36,6 +36,7 @@ _INSTEAD = {
     "download_dir": "models are cached where Hugging Face keeps them; HF_HOME moves that",
     "temperature": "give it in SamplingParams",
     "max_tokens": "give it in SamplingParams",
+    "n": "give it in SamplingParams",
 }
 
 _METHODS = {"draft_model": "speculative", "ngram": "speculative"}

@@ -6,6 +6,7 @@ first token that is not the engine's. A conversation asks its next turn once the
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from conf.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.messages import ChatTurn, Sampling
 from pipeline.prompts import PromptRow
-from pipeline.sampling_options import fresh_seed
+
+_SEED_BITS = 53
+"""Fresh seeds stay exact in every JSON reader, which may read numbers as doubles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +108,18 @@ class RequestQueue:
             text=text,
             prompt=None if self._use_chat else text,
             chat=(*history, ChatTurn(role="user", content=text)) if self._use_chat else None,
-            sampling=sampling_of(self._config),
+            sampling=self._sampling(),
             row=row,
             turn=turn,
         )
 
-
-def sampling_of(config: RunConfig) -> Sampling:
-    """How a run samples a request, with a fresh seed unless it has one."""
-    return Sampling(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        seed=fresh_seed() if config.seed is None else config.seed,
-    )
+    def _sampling(self) -> Sampling:
+        config = self._config
+        return Sampling(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=secrets.randbits(_SEED_BITS) if config.seed is None else config.seed,
+        )

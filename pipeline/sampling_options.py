@@ -1,58 +1,56 @@
-"""Sampling options by name, as programs give them: checked against `Sampling`, and completed by defaults.
+"""Makes the `Sampling` of a request out of a run's keys, and out of options that a user names.
 
-Whatever fields `Sampling` has are options; nothing here lists them.
+What is not supported is refused by name: an option that is ignored would change answers silently.
 """
 
 from __future__ import annotations
 
 import difflib
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
+from conf.schema import RunConfig
 from pipeline.errors import RequestError, shown
 from pipeline.messages import Sampling
 
-_SEED_BITS = 53
-"""Fresh seeds stay exact in every JSON reader, which may read numbers as doubles."""
+_FIELDS = Sampling.__struct_fields__
 
 
-def fresh_seed() -> int:
-    """A seed for a request that was given none."""
-    return secrets.randbits(_SEED_BITS)
+def sampling_of(config: RunConfig, *, seed: int) -> Sampling:
+    """The options of a run's keys."""
+    return Sampling(**{name: getattr(config, name) for name in _FIELDS if name != "seed"}, seed=seed)
 
 
-def check_option_names(names: Iterable[str]) -> None:
-    """Raise `RequestError` for the first name that is no field of `Sampling`."""
-    known = Sampling.__struct_fields__
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"supported: {', '.join(known)}"
-            raise RequestError(f"{shown(name)}: there is no such sampling option; {advice}")
-
-
-def resolve_options(options: Mapping[str, object], defaults: Mapping[str, object]) -> Sampling:
-    """`defaults` with `options` in their places, and a fresh seed where neither gives one; None is no option.
-
-    Raises `RequestError` that names the option that does not exist, or is out of its range.
-    """
-    check_option_names(options)
-    merged = {**defaults, **{name: value for name, value in options.items() if value is not None}}
-    if merged.get("seed") is None:
-        merged["seed"] = fresh_seed()
+def check_sampling(sampling: Sampling) -> None:
+    """Raise `RequestError` for an option out of range: constructors of messages check nothing."""
     try:
-        return msgspec.convert(merged, Sampling)
-    except (msgspec.ValidationError, RecursionError) as error:
-        name = _name_in(str(error))
-        raise RequestError(f"{name}={shown(merged.get(name))}: {_without_path(str(error))}") from None
+        msgspec.convert(msgspec.to_builtins(sampling), Sampling)
+    except msgspec.ValidationError as error:
+        raise RequestError(_in_our_words(error)) from None
 
 
-def _name_in(reason: str) -> str:
-    """The option of a message such as ``Expected `float` <= 1.0 - at `$.top_p` ``."""
-    return reason.rpartition("`$.")[2].split("`")[0].split("[")[0].split(".")[0]
+def with_options(base: Sampling, options: Mapping[str, object]) -> Sampling:
+    """`base` with some options replaced.
+
+    options: by name, as JSON has them: the keys of `logit_bias` may be texts.
+    Raises `RequestError` for an unknown name, a wrong type and a value out of range.
+    """
+    for name in options:
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(name, _FIELDS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"supported: {', '.join(_FIELDS)}"
+            raise RequestError(f"option {shown(name)} is not supported; {advice}")
+    try:
+        changed = msgspec.convert({**msgspec.to_builtins(base), **options}, Sampling, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(_in_our_words(error)) from None
+    check_sampling(changed)
+    return changed
 
 
-def _without_path(reason: str) -> str:
-    return reason.rpartition(" - at ")[0].replace("Expected", "expected", 1) or reason
+def _in_our_words(error: msgspec.ValidationError) -> str:
+    """`msgspec` says what it expected `at $.presence_penalty`; the option comes first here."""
+    expected, _, place = str(error).partition(" - at ")
+    option = place.strip("`").partition("$.")[2] or "options"
+    return f"{option}: {expected[:1].lower()}{expected[1:]}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from conf.limits import MAX_WHOLE_NUMBER
-from pipeline.errors import RequestError
+from pipeline.client_options import without_defaults
+from pipeline.errors import RequestError, shown
 from pipeline.messages import Sampling
-from pipeline.sampling_options import check_option_names, resolve_options
+from pipeline.sampling_options import with_options
 
 _INSTEAD = {
     "best_of": "ask for several answers and choose one",
@@ -21,7 +22,8 @@ _INSTEAD = {
 class SamplingParams:
     """How an answer is sampled. Every field of `pipeline.messages.Sampling` is an option.
 
-    The defaults are vLLM's: temperature 1, 16 tokens. options: what was given and defaulted, by name.
+    The defaults are vLLM's: temperature 1, 16 tokens. options: what was given and defaulted, by name, but for
+    `n`, which is no option of a single answer.
     """
 
     def __init__(
@@ -33,17 +35,21 @@ class SamplingParams:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        n: int = 1,
         **others: object,
     ) -> None:
         """max_tokens: None: as many as the context holds. top_k: 0 or -1 keeps every token.
 
-        seed: None: a fresh one. others: the further fields of `Sampling`.
+        seed: None: a fresh one. n: answers to each prompt, each with a seed of its own; the first has `seed`
+        itself. others: the further fields of `Sampling`.
         Raises `RequestError` that names the option that is not supported, or out of range.
         """
         for name in others:
             if name in _INSTEAD and name not in Sampling.__struct_fields__:
                 raise RequestError(f"SamplingParams({name}=...) is not supported: {_INSTEAD[name]}")
-        check_option_names(others)
+        if not isinstance(n, int) or n < 1:
+            raise RequestError(f"n={shown(n)}: expected a whole number of at least 1")
+        self.n = n
         self.options: dict[str, object] = {
             "max_tokens": MAX_WHOLE_NUMBER if max_tokens is None else max_tokens,
             "temperature": temperature,
@@ -53,7 +59,7 @@ class SamplingParams:
             "seed": seed,
             **others,
         }
-        resolve_options(self.options, {})
+        with_options(Sampling(max_tokens=1, seed=0), without_defaults(self.options))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -62,7 +68,8 @@ class SamplingParams:
             raise AttributeError(f"SamplingParams has no option {name!r}") from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SamplingParams) and other.options == self.options
+        return isinstance(other, SamplingParams) and (other.n, other.options) == (self.n, self.options)
 
     def __repr__(self) -> str:
-        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+        options = {"n": self.n, **self.options}
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in options.items())})"

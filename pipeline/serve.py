@@ -37,6 +37,7 @@ from pipeline.client_messages import (
     ToEngine,
     Welcome,
 )
+from pipeline.client_options import resolve_options
 from pipeline.errors import EngineDead, RequestError
 from pipeline.interrupts import Interrupts
 from pipeline.listen_address import BoundAddress, ListenAddress
@@ -45,9 +46,7 @@ from pipeline.mailbox import can_receive
 from pipeline.messages import FrontendMessage, Message, RequestFailed, RequestFinished, Sampling
 from pipeline.peers import Peers
 from pipeline.placement import plan_cores
-from pipeline.request_queue import sampling_of
 from pipeline.running_engine import RunningEngine
-from pipeline.sampling_options import resolve_options
 from pipeline.topology import usable_cores
 
 _WAIT_S = 0.2
@@ -214,8 +213,7 @@ class Server:
                 )
             if (message.prompt is None) == (message.chat is None):
                 raise RequestError("expected either a prompt or a chat")
-            defaults = msgspec.to_builtins(sampling_of(self._config))
-            sampling = resolve_options(message.options, defaults)
+            sampling = resolve_options(message.options, self._config)
         except RequestError as error:
             self._counts["failed"] += 1
             self._send(peer, RequestFailed(request_id=message.request_id, reason=str(error)))

@@ -72,9 +72,9 @@ def test_a_conversation_goes_to_the_chat_template(client, server):
 @pytest.mark.parametrize(
     ("prompt", "options", "named"),
     [
-        ("say x", {"temperature": -1}, "temperature=-1: expected `float` >= 0"),
-        ("say x", {"max_tokens": "many"}, "max_tokens=many: expected `int`"),
-        ("say x", {"tempature": 1}, "tempature: there is no such sampling option; did you mean temperature?"),
+        ("say x", {"temperature": -1}, "temperature: expected `float` >= 0"),
+        ("say x", {"max_tokens": "many"}, "max_tokens: expected `int`, got `str`"),
+        ("say x", {"tempature": 1}, "option tempature is not supported; did you mean temperature?"),
         ("say x", {"seed": object()}, "cannot be sent"),
         ("half a pair \ud83d", {}, "cannot be sent"),
         ([{"role": "user"}], {}, "expected turns like"),

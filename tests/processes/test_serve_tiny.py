@@ -131,7 +131,7 @@ class Asker:
             self._client.generate("x " * 100, request_id=name)
 
     def _bad_option(self, question: Question, name: str) -> None:
-        with pytest.raises(RequestError, match="top_p=7"):
+        with pytest.raises(RequestError, match="top_p: expected"):
             self._client.generate(question.prompt, request_id=name, top_p=7)
 
 

@@ -9,12 +9,12 @@ from conf.check import check
 from conf.compose import compose
 from conf.schema import DraftKind, RunConfig
 from pipeline import SamplingParams
+from pipeline.client_options import resolve_options
 from pipeline.errors import ConfigError, EngineDead, RequestError
-from pipeline.jobs import Job, outputs_of, run_jobs
+from pipeline.jobs import jobs_of, outputs_of, run_jobs
 from pipeline.llm_arguments import arguments_of
 from pipeline.llm_outputs import PartialResults
 from pipeline.messages import Sampling
-from pipeline.sampling_options import resolve_options
 from tests.fake_engine import FakeEngine
 
 
@@ -101,7 +101,7 @@ def test_sampling_params_have_vllms_defaults():
 
 def test_every_field_of_sampling_is_a_sampling_parameter():
     values = {name: getattr(Sampling(max_tokens=3, seed=4), name) for name in Sampling.__struct_fields__}
-    assert resolve_options(SamplingParams(**values).options, {}) == Sampling(max_tokens=3, seed=4)
+    assert resolve_options(SamplingParams(**values).options, RunConfig()) == Sampling(max_tokens=3, seed=4)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,10 @@ def test_every_field_of_sampling_is_a_sampling_parameter():
         ({"best_of": 2}, "SamplingParams(best_of=...) is not supported: ask for several answers"),
         ({"temprature": 2}, "did you mean temperature?"),
         ({"guided_json": {}}, "supported: max_tokens, temperature"),
-        ({"top_p": 0}, "top_p=0: expected `float` > 0"),
-        ({"max_tokens": 0}, "max_tokens=0: expected `int` >= 1"),
-        ({"temperature": "hot"}, "temperature=hot: expected `float`, got `str`"),
+        ({"top_p": 0}, "top_p: expected `float` > 0"),
+        ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
+        ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
+        ({"n": 0}, "n=0: expected a whole number of at least 1"),
     ],
 )
 def test_bad_sampling_parameters_are_refused_by_name(options, named):
@@ -121,9 +122,13 @@ def test_bad_sampling_parameters_are_refused_by_name(options, named):
     assert named in str(caught.value)
 
 
-def jobs_of(*prompts):
+def jobs_for(*prompts, num_samples=1, first_id=1):
     sampling = Sampling(max_tokens=5, seed=1)
-    return [Job(prompt=p, sampling=sampling, request_id=str(i)) for i, p in enumerate(prompts, start=1)]
+    return [
+        job
+        for index, prompt in enumerate(prompts)
+        for job in jobs_of(prompt, sampling, num_samples, index=index, request_id=str(first_id + index))
+    ]
 
 
 def run(jobs, engine=None, **options):
@@ -133,7 +138,7 @@ def run(jobs, engine=None, **options):
 
 
 def test_outputs_come_in_the_order_of_the_prompts():
-    jobs = jobs_of(*(f"say a{n} b{n}" for n in range(20)))
+    jobs = jobs_for(*(f"say a{n} b{n}" for n in range(20)))
     engine = run(list(reversed(jobs)))
     outputs = outputs_of(jobs)
     assert [output.outputs[0].text for output in outputs] == [f"a{n} b{n}" for n in range(20)]
@@ -144,8 +149,28 @@ def test_outputs_come_in_the_order_of_the_prompts():
     assert engine.most_in_flight == 4
 
 
+def test_several_answers_to_a_prompt_have_seeds_of_their_own():
+    jobs = jobs_for("say one", "say two", num_samples=3)
+    engine = run(jobs)
+    first, second = outputs_of(jobs)
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert [output.text for output in second.outputs] == ["two"] * 3
+    seeds = [output.seed for output in first.outputs]
+    assert seeds[0] == 1
+    assert len(set(seeds)) == 3
+    assert seeds == [engine.samplings[f"1/{sample}"].seed for sample in range(3)]
+
+
+def test_an_option_left_out_is_the_engines_own():
+    config = RunConfig(max_tokens=7, temperature=0.5, seed=3)
+    assert resolve_options({}, config) == Sampling(max_tokens=7, temperature=0.5, seed=3)
+    assert resolve_options({"seed": None, "top_k": 2}, config).seed == 3
+    config.seed = None
+    assert resolve_options({}, config).seed != resolve_options({}, config).seed
+
+
 def test_a_prompt_that_fails_does_not_cost_the_others():
-    jobs = jobs_of("say one", "fail too long", "say three")
+    jobs = jobs_for("say one", "fail too long", "say three")
     run(jobs)
     with pytest.raises(PartialResults, match=r"1 of 3 prompts could not .*: prompt 1: too long") as caught:
         outputs_of(jobs)
@@ -163,24 +188,24 @@ def test_an_interrupted_call_cancels_its_requests_and_the_next_one_finds_the_eng
 
     monkeypatch.setattr(engine, "events", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(jobs_of("hang", "say x", "hang"), engine)
+        run(jobs_for("hang", "say x", "hang"), engine)
     assert engine.cancelled == ["1", "2", "3"]
-    jobs = [Job(prompt="say y", sampling=Sampling(max_tokens=1, seed=1), request_id="9")]
+    jobs = jobs_for("say y", first_id=9)
     run(jobs, engine)
     assert outputs_of(jobs)[0].outputs[0].text == "y"
 
 
 def test_a_lost_stage_ends_the_call():
     with pytest.raises(EngineDead, match="stage lost: target-verifier"):
-        run(jobs_of("say x", "die"))
+        run(jobs_for("say x", "die"))
 
 
 def test_a_progress_bar_counts_prompts_on_stderr(capsys):
-    run(jobs_of("say one", "fail two"), use_tqdm=True)
+    run(jobs_for("say one", "fail two"), use_tqdm=True)
     captured = capsys.readouterr()
     assert "2/2" in captured.err
     assert captured.out == ""
-    run(jobs_of("say one"))
+    run(jobs_for("say one"))
     assert capsys.readouterr().err == ""
 
 
