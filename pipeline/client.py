@@ -78,7 +78,7 @@ class AsyncClient:
     """A client for asyncio; one loop uses it. Requests may run side by side."""
 
     def __init__(
-        self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 10.0
+        self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
     ) -> None:
         """Store where the engine is. Connects on entering, or with the first request.
 
@@ -140,7 +140,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer block by block, as it is committed; takes and raises what `generate` does.
 
-        Use it in `async with`, or iterate to its end, or close it: a stream that is left cancels its request.
+        Use it in `async with`, which cancels the request of a stream that is left, or iterate to its end.
         """
         number = self._new_number()
         name = f"request-{number}" if request_id is None else request_id
@@ -377,7 +377,7 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 10.0
+        self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
     ) -> None:
         """Takes what `AsyncClient` takes."""
         self._loop = asyncio.new_event_loop()

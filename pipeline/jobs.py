@@ -76,8 +76,9 @@ def run_jobs(engine: RunningEngine, jobs: Sequence[Job], *, max_requests: int, u
                     job = waiting.popleft()
                     in_flight[job.request_id] = job
                     _submit(engine, job)
-                for event in engine.events(_WAIT_S):
-                    bar.update(_take(event, in_flight))
+                num_ended = sum(_take(event, in_flight) for event in engine.events(_WAIT_S))
+                if num_ended:
+                    bar.update(num_ended)
         except EngineDead:
             raise
         except BaseException:

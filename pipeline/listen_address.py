@@ -58,7 +58,8 @@ def parse_listen(given: str, *, allow_remote: bool) -> ListenAddress:
             "use the engine: there is no authentication and no encryption; expected 127.0.0.1, or "
             "allow_remote=true beside it if that is meant"
         )
-    return ListenAddress(text=given, path=None)
+    # ZeroMQ binds to numbers and interfaces, not to names.
+    return ListenAddress(text=given.replace("//localhost:", "//127.0.0.1:"), path=None)
 
 
 class BoundAddress:

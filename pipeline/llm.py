@@ -76,13 +76,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Mapping[str, str] | Sequence[str | Mapping[str, str]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue raw prompts; the outputs are in the order of the prompts.
 
+        prompts: texts, or `{"prompt": TEXT}`; one or several.
         sampling_params: one for all, or one for each; None: greedy, 128 tokens, or what the keys of this
             `LLM` say.
         use_tqdm: show on stderr how many prompts are answered.
@@ -90,11 +91,9 @@ class LLM:
         Raises `RequestError` for what is no prompt; `PartialResults`, after all others are answered, when
         some could not be; and `EngineDead` when a stage is lost.
         """
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        for index, text in enumerate(texts):
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"prompt {index}: expected some text, got {shown(repr(text))}")
-        return self._answer(list(texts), sampling_params, use_tqdm=use_tqdm)
+        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        texts = [_text_of(prompt, index) for index, prompt in enumerate(several)]
+        return self._answer(texts, sampling_params, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -109,8 +108,9 @@ class LLM:
         return self._answer([turns_of(chat) for chat in chats], sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """Stop the pipeline, within 5 seconds. May be called twice."""
-        self._stop()
+        """Stop the pipeline within 5 seconds, after the call of another thread. May be called twice."""
+        with self._lock:
+            self._stop()
 
     def _answer(
         self,
@@ -119,9 +119,9 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if not self._stop.alive:
-            raise EngineDead("this LLM is closed; make another")
         with self._lock:
+            if not self._stop.alive:
+                raise EngineDead("this LLM is closed; make another")
             jobs = []
             each = self._params_of_each(params, len(prompts))
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
@@ -150,3 +150,12 @@ class LLM:
                 f"expected 1 SamplingParams for all or {num_prompts}, one for each prompt; got {len(each)}"
             )
         return each
+
+
+def _text_of(prompt: str | Mapping[str, str], index: int) -> str:
+    text = prompt["prompt"] if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
+    if not isinstance(text, str) or not text:
+        raise RequestError(
+            f"prompt {index}: expected some text or {{'prompt': TEXT}}, got {shown(repr(prompt))}"
+        )
+    return text

@@ -18,7 +18,7 @@ its successor with the same id.
 
 `round_id` and `committed_len` travel in every round message and are checked on arrival, so that a
 late or repeated message fails loudly and never as wrong text. Times are `time.monotonic_ns()`, which
-all processes of one host share. Tensors do not travel: see `pipeline.tensor_pool.TensorRef`.
+all processes of one host share. Tensors do not travel: see `pipeline.tensor_ref.TensorRef`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from conf.limits import MAX_SEED, MAX_TEMPERATURE
-from pipeline.tensor_pool import TensorRef
+from pipeline.tensor_ref import TensorRef
 
 
 class StageName(str, Enum):

@@ -259,13 +259,16 @@ class Server:
             self._num_submitted += 1
             number = ticket.number = str(self._num_submitted)
             self._running[number] = ticket
-            self._engine.submit(
-                request_id=number,
-                prompt=ticket.message.prompt,
-                chat=ticket.message.chat,
-                sampling=ticket.sampling,
-                submitted_ns=ticket.came_ns,
-            )
+            try:
+                self._engine.submit(
+                    request_id=number,
+                    prompt=ticket.message.prompt,
+                    chat=ticket.message.chat,
+                    sampling=ticket.sampling,
+                    submitted_ns=ticket.came_ns,
+                )
+            except RequestError as error:
+                self._pass_on(RequestFailed(request_id=number, reason=str(error)))
 
     def _pass_on(self, event: FrontendMessage) -> None:
         """Give an event to the client whose request it is about."""

@@ -87,11 +87,12 @@ def test_one_conversation_or_several(llm: LLM) -> None:
     several = llm.chat([chat, chat], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in several] == [single.outputs[0].token_ids] * 2
     assert llm.generate([], params) == []
+    assert llm.generate({"prompt": "hello"}, params, use_tqdm=False)[0].prompt == "hello"
 
 
 def test_prompts_that_cannot_be_answered(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3)
-    for bad in (["hello", ""], [7], ["hello", None]):
+    for bad in (["hello", ""], [7], ["hello", None], [{"prompt_token_ids": [1]}]):
         with pytest.raises(RequestError, match=rf"prompt {len(bad) - 1}: expected some text"):
             llm.generate(bad, params)  # type: ignore[arg-type]
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Server and clients with an engine that has no stages: who gets what, who is cancelled, who is told."""
 
 import asyncio
+import os
 import random
 import signal
 import socket
@@ -180,6 +181,16 @@ def test_a_request_that_takes_too_long_is_cancelled(client, server):
         client.generate("hang", timeout_s=0.2)
     wait_until(lambda: is_idle(server))
     assert server.engine.cancelled == ["1"]
+
+
+def test_ctrl_c_ends_the_call_and_cancels_its_request(client, server):
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.generate("hang")
+    wait_until(lambda: is_idle(server))
+    assert server.engine.cancelled == ["1"]
+    assert client.generate("say on").text == "on"
 
 
 def test_closing_a_client_cancels_its_requests_and_wakes_its_threads(server):
@@ -399,7 +410,7 @@ def test_a_hundred_clients_later_no_descriptor_is_left(server):
 def test_the_client_imports_no_torch():
     code = (
         "import sys, pipeline, pipeline.client; "
-        "heavy = {'torch', 'transformers', 'tokenizers', 'jinja2', 'hydra'} & set(sys.modules); "
+        "heavy = {'torch', 'transformers', 'tokenizers', 'jinja2', 'hydra', 'numpy'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

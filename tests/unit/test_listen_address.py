@@ -57,6 +57,11 @@ def test_a_loopback_address_needs_no_permission(host):
     assert parse_listen(f"tcp://{host}:5555", allow_remote=False).path is None
 
 
+def test_the_name_of_this_host_can_be_bound(router):
+    with bind(router, "tcp://localhost:0") as bound:
+        assert bound.text.startswith("tcp://127.0.0.1:")
+
+
 def test_a_free_port_is_chosen_and_told_and_a_taken_one_refused(router):
     with bind(router, "tcp://127.0.0.1:*") as first:
         port = int(first.text.rpartition(":")[2])
