@@ -74,7 +74,7 @@ def _check_names(given: Mapping[str, str]) -> None:
             group = key.partition(".")[0]
             raise ConfigError(f"{key}={shown(value)}: this key follows from {group}=NAME; give that instead")
         elif key not in known:
-            candidates = [*known, *GROUPS, "prompt", "prompts_file", "output"]
+            candidates = [*known, *GROUPS, "prompt", "prompts_file", "output", "listen"]
             near = _same_last_part(key, candidates) or difflib.get_close_matches(key, candidates, n=1)
             advice = f"did you mean {near[0]}?" if near else "--help lists the keys"
             raise ConfigError(f"{shown(key)}={shown(value)}: there is no key '{shown(key)}'; {advice}")

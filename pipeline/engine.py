@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+import zmq
 
 from conf.schema import DraftKind, RunConfig
 from pipeline.control import StageStats
@@ -88,12 +89,20 @@ class Engine:
             _log.warning(
                 "placement=cpu_split: expected at least 2 usable cores, got 1; target and draft share it"
             )
-        self._move_to(self._plan.draft)
+        self.keep_to_draft_cores()
         try:
             self._supervisor.start()
         except BaseException:
-            self._move_to(self._cores_before)
+            self.leave_draft_cores()
             raise
+
+    def keep_to_draft_cores(self) -> None:
+        """Move the calling thread to the draft's cores, where it takes no time from the target."""
+        self._move_to(self._plan.draft)
+
+    def leave_draft_cores(self) -> None:
+        """Give the calling thread the cores back that this process had."""
+        self._move_to(self._cores_before)
 
     def submit(
         self,
@@ -102,9 +111,11 @@ class Engine:
         prompt: str | None = None,
         chat: list[ChatTurn] | None = None,
         sampling: Sampling,
+        submitted_ns: int | None = None,
     ) -> None:
         """Send a request on its way; give exactly one of `prompt` and `chat`.
 
+        submitted_ns: when it came, if it waited before this call; its time to first token counts from there.
         Raises `RequestError` when it is neither or both, or when an option of `sampling` is out of range,
         and `EngineDead` when the engine has ended.
         """
@@ -120,7 +131,7 @@ class Engine:
             prompt=prompt,
             chat=chat,
             sampling=sampling,
-            submitted_ns=time.monotonic_ns(),
+            submitted_ns=time.monotonic_ns() if submitted_ns is None else submitted_ns,
         )
         self._supervisor.send(StageName.TOKENIZER, request)
 
@@ -138,16 +149,23 @@ class Engine:
         """
         return self._supervisor.poll(timeout_s)
 
-    def stats(self) -> dict[StageName, StageStats]:
-        """Current figures of each stage. Raises `EngineDead` like `events`."""
-        return self._supervisor.stats()
+    def wake_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `events` return, with or without news, as soon as something waits on `socket`."""
+        self._supervisor.wake_on(socket)
+
+    def stats(self, timeout_s: float = 1.0) -> dict[StageName, StageStats]:
+        """Current figures of each stage; one too busy to answer in time shows its previous ones.
+
+        Raises `EngineDead` like `events`.
+        """
+        return self._supervisor.stats(timeout_s)
 
     def stop(self) -> None:
         """Stop all stages, within 5 seconds. May be called twice."""
         try:
             self._supervisor.stop()
         finally:
-            self._move_to(self._cores_before)
+            self.leave_draft_cores()
 
     def _move_to(self, cores: tuple[int, ...]) -> None:
         if hasattr(os, "sched_setaffinity"):

@@ -12,9 +12,11 @@ __all__ = [
     "ConfigError",
     "EngineDead",
     "EngineError",
+    "EngineUnreachable",
     "OutputError",
     "ProtocolError",
     "RequestError",
+    "RequestTimeout",
     "StaleTensor",
     "shown",
     "shown_path",
@@ -23,6 +25,10 @@ __all__ = [
 
 class RequestError(EngineError):
     """One request cannot be served. It fails alone; everything else goes on."""
+
+
+class RequestTimeout(RequestError, TimeoutError):
+    """A request took longer than its program allows; it was cancelled."""
 
 
 class ProtocolError(EngineError):
@@ -39,3 +45,7 @@ class OutputError(EngineError):
 
 class EngineDead(EngineError):
     """A stage process was lost, or did not answer in time; the engine cannot go on."""
+
+
+class EngineUnreachable(EngineError, ConnectionError):
+    """No engine answers at the address that a client was given."""

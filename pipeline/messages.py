@@ -18,7 +18,7 @@ its successor with the same id.
 
 `round_id` and `committed_len` travel in every round message and are checked on arrival, so that a
 late or repeated message fails loudly and never as wrong text. Times are `time.monotonic_ns()`, which
-all processes of one host share. Tensors do not travel: see `pipeline.tensor_pool.TensorRef`.
+all processes of one host share. Tensors do not travel: see `pipeline.tensor_ref.TensorRef`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from conf.limits import (
     MAX_TEMPERATURE,
     MAX_WHOLE_NUMBER,
 )
-from pipeline.tensor_pool import TensorRef
+from pipeline.tensor_ref import TensorRef
 
 
 class StageName(str, Enum):
@@ -395,6 +395,16 @@ class TextBlock(Message, frozen=True, kw_only=True):
     source: ProposalSource | None
     logprobs: list[TokenLogprobs] | None = None
     """One entry a token, where the request asks for them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the block has: they were committed at once."""
+        return len(self.token_ids)
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether its proposal was prepared ahead."""
+        return self.source is ProposalSource.HIT
 
 
 class RequestFinished(Message, frozen=True, kw_only=True):

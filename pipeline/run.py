@@ -1,5 +1,7 @@
 """The command line: `python -m pipeline.run conf=NAME [prompt=TEXT] [key=value ...]`.
 
+With `listen=ADDRESS` it serves clients until a signal comes (`pipeline.serve`).
+
 A run from top to bottom:
 
 1. `split_arguments` takes `prompt=`, `prompts_file=` and `output=` out, as they stand;
@@ -20,10 +22,9 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from pipeline.interrupts import Interrupts, exit_on_ctrl_c
 
@@ -38,20 +39,15 @@ from pipeline.answers import AnswerWriter, check_output, check_output_is_no_mode
 from pipeline.arguments import Arguments, split_arguments
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError, EngineError, OutputError, RequestError
+from pipeline.listen_address import parse_listen
 from pipeline.log import configure_logging, get_logger
-from pipeline.messages import (
-    ChatTurn,
-    FrontendMessage,
-    RequestFailed,
-    RequestFinished,
-    Sampling,
-    StageName,
-    TextBlock,
-)
+from pipeline.messages import FrontendMessage, RequestFailed, RequestFinished, TextBlock
 from pipeline.model_source import resolve_models
 from pipeline.prompts import PromptRow, built_in_rows, read_prompts_file, rows_of_prompt
-from pipeline.report import BusyTime, closing_table
+from pipeline.report import closing_table
 from pipeline.request_queue import RequestQueue
+from pipeline.running_engine import OpenEngine, RunningEngine
+from pipeline.serve import Server, listening
 from pipeline.standard_streams import open_missing_streams
 from pipeline.tokenizer_settings import read_tokenizer_settings
 from pipeline.usage import usage
@@ -66,27 +62,6 @@ _EXIT_BROKEN_PIPE = 141
 """What a shell shows for a process that wrote into a closed pipe."""
 
 _log = get_logger(__name__)
-
-
-class RunningEngine(Protocol):
-    """What the command line needs of `pipeline.engine.Engine`."""
-
-    def submit(
-        self, *, request_id: str, prompt: str | None, chat: list[ChatTurn] | None, sampling: Sampling
-    ) -> None:
-        """Send a request on its way."""
-
-    def cancel(self, request_id: str) -> None:
-        """Ask for the end of a request."""
-
-    def events(self, timeout_s: float) -> Sequence[FrontendMessage]:
-        """News of the requests, waiting up to `timeout_s` for the first."""
-
-    def stats(self) -> Mapping[StageName, BusyTime]:
-        """Figures of each stage."""
-
-
-OpenEngine = Callable[[RunConfig], AbstractContextManager[RunningEngine]]
 
 
 def main(argv: Sequence[str], *, open_engine: OpenEngine = Engine) -> int:
@@ -112,6 +87,8 @@ def _run_and_explain(argv: Sequence[str], interrupts: Interrupts, open_engine: O
             write_text(sys.stdout, usage() + "\n")
             return 0
         _check_current_folder()
+        if arguments.listen is not None:
+            return _serve(arguments, interrupts, open_engine)
         return _run(arguments, interrupts, open_engine)
     except ConfigError as error:
         _say(f"error: {' '.join(str(error).split())}")
@@ -163,6 +140,25 @@ def _run(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) 
             run.answer_everything()
         run.report()
         return run.exit_status
+
+
+def _serve(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine) -> int:
+    """Keep an engine running for clients, until a signal ends it."""
+    config = compose(arguments.overrides)
+    check(config)
+    assert arguments.listen is not None
+    address = parse_listen(arguments.listen, allow_remote=arguments.allow_remote)
+    with listening(config, address) as (socket, bound_address):
+        config = resolve_models(config)
+        began = time.monotonic()
+        _say(f"loading {config.model.path}")
+        with open_engine(config) as engine:
+            _say(f"ready after {time.monotonic() - began:.1f} s")
+            with interrupts.deferred():
+                server = Server(engine, socket, config)
+                _say(f"listening at {bound_address}")
+                server.run(interrupts)
+    return interrupts.exit_status
 
 
 class Run:

@@ -94,6 +94,7 @@ class Supervisor:
         self._inbox: Inbox | None = None
         self._outbox: MailOutbox | None = None
         self._poller = zmq.Poller()
+        self._wakes: zmq.Socket[bytes] | None = None
         self._lifeline: int | None = None
         self._end_reason: str | None = None
 
@@ -145,7 +146,14 @@ class Supervisor:
             remaining = deadline - time.monotonic()
             if messages or remaining <= 0:
                 return messages
-            self._poller.poll(max(1, int(1000 * min(remaining, _WATCH_S))))
+            ready = self._poller.poll(max(1, int(1000 * min(remaining, _WATCH_S))))
+            if self._wakes in (socket for socket, _ in ready):
+                return self._take_mail()
+
+    def wake_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `poll` return early, with or without messages, when something waits on `socket`."""
+        self._wakes = socket
+        self._poller.register(socket, zmq.POLLIN)
 
     def stats(self, timeout_s: float = 1.0) -> dict[StageName, StageStats]:
         """Current figures of each stage; one that is too busy to answer in time shows its previous ones.
@@ -359,6 +367,7 @@ class Supervisor:
                 end.close()
         self._inbox = self._outbox = self._control = None
         self._poller = zmq.Poller()
+        self._wakes = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

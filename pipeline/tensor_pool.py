@@ -21,16 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ProtocolError, StaleTensor
+from pipeline.tensor_ref import TensorRef as TensorRef
 
 _ALIGNMENT = 64
-
-
-class TensorRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names one version of one slot of a pool."""
-
-    pool: str
-    slot: int
-    generation: int
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

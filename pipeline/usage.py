@@ -12,6 +12,7 @@ _WIDTH = 100
 
 _INTRODUCTION = """\
 usage: python -m pipeline.run [conf=NAME] [prompt=TEXT | prompts_file=FILE] [output=FILE] [key=value ...]
+       python -m pipeline.run [conf=NAME] listen=ADDRESS [key=value ...]
 
 Answers prompts with a language model, through one of the inference systems below. Answers go to stdout,
 everything else to stderr. Without a prompt it answers a few built-in ones.
@@ -21,6 +22,8 @@ _OWN_KEYS = {
     "prompt": "One prompt, taken as it stands.",
     "prompts_file": 'JSON Lines with "prompt" or "turns", or plain text with one prompt a line.',
     "output": "JSON Lines file for the answers, with token ids and figures; replaced if it exists.",
+    "listen": "Keep running and serve clients (pipeline.client) at ipc:///PATH or tcp://127.0.0.1:PORT.",
+    "allow_remote": "true: listen may be an address that other machines reach, without authentication.",
 }
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import zmq
+
 from conf.schema import RunConfig
 from pipeline.errors import EngineDead
 from pipeline.messages import (
@@ -48,6 +50,9 @@ class FakeEngine:
         self.samplings: dict[str, Sampling] = {}
         self.is_stopped = False
         self.most_in_flight = 0
+        self.cancelled: list[str] = []
+        self.prompts: dict[str, str | None] = {}
+        self._poller = zmq.Poller()
         self._news: deque[FrontendMessage] = deque()
         self._in_flight: dict[str, str] = {}
 
@@ -64,10 +69,17 @@ class FakeEngine:
         print("engine stopped", file=sys.stderr, flush=True)
 
     def submit(
-        self, *, request_id: str, prompt: str | None, chat: list[ChatTurn] | None, sampling: Sampling
+        self,
+        *,
+        request_id: str,
+        prompt: str | None,
+        chat: list[ChatTurn] | None,
+        sampling: Sampling,
+        submitted_ns: int | None = None,
     ) -> None:
         self.submitted.append(request_id)
         self.chats[request_id] = chat
+        self.prompts[request_id] = prompt
         self.samplings[request_id] = sampling
         text = prompt if prompt is not None else chat[-1].content if chat else ""
         verb, _, rest = text.partition(" ")
@@ -84,7 +96,8 @@ class FakeEngine:
             self._news.append(finished(request_id, rest))
 
     def cancel(self, request_id: str) -> None:
-        if self._in_flight[request_id] == "hang":
+        self.cancelled.append(request_id)
+        if self._in_flight.get(request_id) == "hang":
             reason = FinishReason.CANCELLED
             self._news.append(finished(request_id, "partial", finish_reason=reason, num_output_tokens=1))
 
@@ -95,14 +108,21 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGTERM)
             raise EngineDead("stage lost: target-verifier (pid 1) was ended by SIGTERM")
         if not self._news:
-            time.sleep(timeout_s)  # as the real one waits for mail
+            # As the real one waits for mail.
+            if self._poller.sockets:
+                self._poller.poll(1000 * timeout_s)
+            else:
+                time.sleep(timeout_s)
             return []
         event = self._news.popleft()
         if not isinstance(event, TextBlock):
             self._in_flight.pop(event.request_id, None)
         return [event]
 
-    def stats(self) -> dict[StageName, FakeStats]:
+    def wake_on(self, socket: zmq.Socket[bytes]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+
+    def stats(self, timeout_s: float = 1.0) -> dict[StageName, FakeStats]:
         return {StageName.VERIFIER: FakeStats(11_000_000)}
 
     def _block(self, request_id: str, text: str, number: int) -> None:

@@ -40,6 +40,13 @@ def test_prompt_and_paths_are_taken_as_they_stand(text):
     assert not arguments.wants_help
 
 
+def test_an_address_to_serve_at_is_taken_as_it_stands():
+    arguments = split_arguments(["listen=ipc:///tmp/a,b=c", "conf=ssd"])
+    assert (arguments.listen, arguments.allow_remote) == ("ipc:///tmp/a,b=c", False)
+    assert split_arguments(["listen=tcp://0.0.0.0:1", "allow_remote=true"]).allow_remote
+    assert split_arguments(["prompt=x"]).listen is None
+
+
 def test_everything_else_is_kept_in_order_for_the_configuration():
     arguments = split_arguments(["conf=ssd", "prompt=x", "seed=1", "prompts=y", "Prompt=z", "hello"])
     assert arguments.overrides == ("conf=ssd", "seed=1", "prompts=y", "Prompt=z", "hello")
@@ -62,6 +69,11 @@ def test_help_can_be_asked_for_anywhere(flag):
         (["output=old.jsonl/"], "output=old.jsonl/ names a folder, expected a file"),
         (["output=old.jsonl/."], "output=old.jsonl/. names a folder, expected a file"),
         (["prompt=a", "prompts_file=b"], "prompt and prompts_file are both given"),
+        (["listen="], "listen= is empty, expected the address to serve clients at"),
+        (["listen=ipc://s", "prompt=a"], "prompt and listen are both given"),
+        (["listen=ipc://s", "output=a"], "output and listen are both given"),
+        (["listen=tcp://0.0.0.0:1", "allow_remote=yes"], "allow_remote=yes: expected true or false"),
+        (["prompt=a", "allow_remote=true"], "allow_remote=true: expected true or false, beside listen"),
     ],
 )
 def test_what_is_empty_or_ambiguous_is_refused(argv, expected):

@@ -1,5 +1,7 @@
 """The detokenizer stage: one text block per committed block, then the whole text."""
 
+import random
+
 import msgspec
 import pytest
 
@@ -16,7 +18,7 @@ from pipeline.messages import (
 )
 from stages.detokenizer import DetokenizerStage
 from tests.fake_frontend_events import NO_SPECULATION
-from tests.tiny_tokenizers import byte_level, save_model_folder
+from tests.tiny_tokenizers import byte_fallback, byte_level, metaspace, save_model_folder, word_piece
 
 TEXT = "hello 한 🦀 the end"
 
@@ -108,6 +110,32 @@ def test_held_back_bytes_come_with_the_last_block(stage, tokenizer, outbox):
     stage.handle(committed("0", 0, ids[:-1]))
     stage.handle(committed("0", 1, [], FinishReason.CANCELLED))
     assert [message.text for message in outbox] == ["a", "\ufffd", "a\ufffd"]
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace, word_piece])
+def test_streams_of_random_tokens_equal_the_one_shot_text_whatever_the_blocks_and_the_end(tmp_path, kind):
+    """Any ids: half characters, special tokens, rows of padding; blocks of any size, the last one empty."""
+    tokenizer, outbox, rng = kind(), Sent(), random.Random(8)
+    stage = DetokenizerStage(outbox=outbox, folder=save_model_folder(tmp_path, tokenizer))
+    stage.setup()
+    for number in range(300):
+        ids = [rng.randrange(tokenizer.get_vocab_size() + 3) for _ in range(rng.randint(1, 30))]
+        reason = rng.choice([FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED])
+        start = round_id = 0
+        while start < len(ids):
+            size = rng.randint(1, 6)
+            is_last = start + size >= len(ids) and reason is not FinishReason.CANCELLED
+            block = ids[start : start + size]
+            stage.handle(committed(str(number), round_id, block, reason if is_last else None))
+            start, round_id = start + size, round_id + 1
+        if reason is FinishReason.CANCELLED:
+            stage.handle(committed(str(number), round_id, [], reason))
+        *blocks, finished = outbox
+        kept = ids[:-1] if reason is FinishReason.STOP else ids
+        assert finished.text == tokenizer.decode(kept, skip_special_tokens=True)
+        assert "".join(block.text for block in blocks) == finished.text
+        assert [token_id for block in blocks for token_id in block.token_ids] == ids
+        outbox.clear()
 
 
 def test_a_request_cancelled_before_its_first_token_finishes_without_a_block(stage, outbox):

@@ -1,0 +1,161 @@
+"""`LLM`: a pipeline of one's own inside a Python program, with the habits of vLLM's class of that name.
+
+    with LLM(speculative_config={"method": "saguaro", "num_speculative_tokens": 6}) as llm:
+        for output in llm.generate(["Once upon a time", "def add("], SamplingParams(max_tokens=32)):
+            print(output.prompt, output.outputs[0].text)
+
+The stages are processes of their own, started by command and not by forking, so a script needs no `__main__`
+guard (and may have one). One call at a time: threads wait for one another.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from conf.check import check
+from conf.compose import compose
+from pipeline.client import turns_of
+from pipeline.client_options import resolve_options
+from pipeline.engine import Engine
+from pipeline.errors import EngineDead, RequestError, shown
+from pipeline.jobs import jobs_of, outputs_of, run_jobs
+from pipeline.llm_arguments import arguments_of
+from pipeline.llm_outputs import RequestOutput
+from pipeline.messages import ChatTurn
+from pipeline.model_source import resolve_models
+from pipeline.sampling_params import SamplingParams
+
+Turns = Sequence[ChatTurn | Mapping[str, str]]
+
+
+class LLM:
+    """A running pipeline. A context manager; `close` stops it, as does the end of the program."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, object] | None = None,
+        **keys: object,
+    ) -> None:
+        """Load the models and start the stages.
+
+        model: Hugging Face id, local folder, or .gguf file; None: the built-in demo model.
+        speculative_config: `method` (a named run such as saguaro, or vLLM's draft_model and ngram), `model`
+            (the draft), `num_speculative_tokens` (the depth of a chain, the nodes of a tree), and any key of
+            ours below `speculation.`, such as `budget` or `tree.rows`. None: as `conf=saguaro`.
+        keys: `max_model_len`, `max_num_seqs` (prompts that share rounds), `dtype`, `seed` (of every prompt
+            that is given none), and any key of `python -m pipeline.run --help`.
+
+        Raises `ConfigError` for what cannot work, by name, and `EngineDead` if a stage is lost.
+        """
+        config = compose(arguments_of(model, speculative_config, keys))
+        check(config)
+        self._config = resolve_models(config)
+        self._lock = threading.Lock()
+        self._num_requests = 0
+        self._engine = Engine(self._config)
+        self._engine.start()
+        self._engine.leave_draft_cores()
+        self._stop = weakref.finalize(self, self._engine.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: str | Mapping[str, str] | Sequence[str | Mapping[str, str]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts; the outputs are in the order of the prompts.
+
+        prompts: texts, or `{"prompt": TEXT}`; one or several.
+        sampling_params: one for all, or one for each; None: greedy, 128 tokens, or what the keys of this
+            `LLM` say.
+        use_tqdm: show on stderr how many prompts are answered.
+
+        Raises `RequestError` for what is no prompt; `PartialResults`, after all others are answered, when
+        some could not be; and `EngineDead` when a stage is lost.
+        """
+        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        texts = [_text_of(prompt, index) for index, prompt in enumerate(several)]
+        return self._answer(texts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Turns | Sequence[Turns],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; see `generate`."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping | ChatTurn)
+        chats = cast(Sequence[Turns], [messages] if is_single else messages)
+        return self._answer([turns_of(chat) for chat in chats], sampling_params, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Stop the pipeline within 5 seconds, after the call of another thread. May be called twice."""
+        with self._lock:
+            self._stop()
+
+    def _answer(
+        self,
+        prompts: Sequence[str | list[ChatTurn]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        with self._lock:
+            if not self._stop.alive:
+                raise EngineDead("this LLM is closed; make another")
+            jobs = []
+            each = self._params_of_each(params, len(prompts))
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                self._num_requests += 1
+                sampling = resolve_options({} if one is None else one.options, self._config)
+                num_samples = 1 if one is None else one.n
+                jobs += jobs_of(
+                    prompt, sampling, num_samples, index=index, request_id=str(self._num_requests)
+                )
+            self._engine.keep_to_draft_cores()
+            try:
+                run_jobs(self._engine, jobs, max_requests=self._config.max_requests, use_tqdm=use_tqdm)
+            finally:
+                self._engine.leave_draft_cores()
+        return outputs_of(jobs)
+
+    @staticmethod
+    def _params_of_each(
+        params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams | None]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        each = list(params)
+        if len(each) != num_prompts:
+            raise RequestError(
+                f"expected 1 SamplingParams for all or {num_prompts}, one for each prompt; got {len(each)}"
+            )
+        return each
+
+
+def _text_of(prompt: str | Mapping[str, str], index: int) -> str:
+    text = prompt["prompt"] if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
+    if not isinstance(text, str) or not text:
+        raise RequestError(
+            f"prompt {index}: expected some text or {{'prompt': TEXT}}, got {shown(repr(prompt))}"
+        )
+    return text

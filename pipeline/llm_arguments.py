@@ -1,0 +1,135 @@
+"""The arguments of `pipeline.LLM`, in vLLM's names, as the `key=value` arguments of a command line.
+
+An argument that cannot be meant here is refused by name, with what there is instead: none is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from enum import Enum
+
+from conf.compose import options_of
+from conf.keys import GROUPS, all_keys
+from pipeline.errors import ConfigError, shown
+
+_RENAMED = {
+    "max_model_len": "model.max_context",
+    "dtype": "model.dtype",
+    "max_num_seqs": "max_requests",
+    "block_size": "placement.page_size",
+    "seed": "seed",
+}
+"""vLLM's names of keys that there are here."""
+
+_INSTEAD = {
+    "tensor_parallel_size": "the target runs on one machine's cores: **{'placement.target_cores': N}",
+    "pipeline_parallel_size": "the target runs on one machine's cores: **{'placement.target_cores': N}",
+    "quantization": "**{'model.weights': 'int8'} rounds the matrices to int8",
+    "gpu_memory_utilization": "the KV cache is sized by max_model_len and max_num_seqs",
+    "swap_space": "the KV cache is sized by max_model_len and max_num_seqs",
+    "tokenizer": "the model's own tokenizer is used",
+    "trust_remote_code": "no code of a model is ever run",
+    "enforce_eager": "there are no CUDA graphs to do without",
+    "enable_prefix_caching": "there is no prefix cache yet",
+    "enable_chunked_prefill": "there is no chunked prefill yet",
+    "download_dir": "models are cached where Hugging Face keeps them; HF_HOME moves that",
+    "temperature": "give it in SamplingParams",
+    "max_tokens": "give it in SamplingParams",
+    "n": "give it in SamplingParams",
+}
+
+_METHODS = {"draft_model": "speculative", "ngram": "speculative"}
+"""vLLM's names of methods; the others are our named runs."""
+_TREES = ("tree", "saguaro_tree")
+_SPECULATION = "speculation."
+_OWN = ("method", "model", "num_speculative_tokens")
+
+
+def arguments_of(
+    model: str | None, speculative_config: Mapping[str, object] | None, keys: Mapping[str, object]
+) -> list[str]:
+    """The arguments for `conf.compose.compose`. Raises `ConfigError`."""
+    arguments = {} if model is None else {"model.path": model}
+    if speculative_config is not None and "conf" in keys:
+        raise ConfigError("conf and speculative_config are both given, expected one of them; leave one out")
+    for name, value in {**_speculation_keys(speculative_config), **_run_keys(keys)}.items():
+        if name in arguments:
+            raise ConfigError(f"{name} is given twice, expected it once; leave one out")
+        arguments[name] = _typed(value)
+    return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def _run_keys(keys: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in keys.items():
+        key = _RENAMED.get(name, name)
+        if name in _INSTEAD or (key not in all_keys() and key not in GROUPS):
+            raise ConfigError(f"LLM({shown(name)}={shown(value)}): not supported; {_advice(name)}")
+        if key in found:
+            raise ConfigError(
+                f"LLM({shown(name)}=...): {key} is given twice, expected it once; leave one out"
+            )
+        if not (name == "dtype" and value == "auto"):
+            found[key] = value
+    return found
+
+
+def _advice(name: str) -> str:
+    if name in _INSTEAD:
+        return _INSTEAD[name]
+    supported = ["model", "speculative_config", *_RENAMED]
+    near = difflib.get_close_matches(name, [*supported, *all_keys()], n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    every_key = "and every key of python -m pipeline.run --help, as **{'KEY': VALUE}"
+    return f"supported: {', '.join(supported)}, {every_key}"
+
+
+def _speculation_keys(given: Mapping[str, object] | None) -> dict[str, object]:
+    """The keys of a `speculative_config`. None leaves everything to the default run."""
+    if given is None:
+        return {}
+    method = given.get("method", "saguaro")
+    methods = [*options_of("conf"), *_METHODS]
+    if method not in methods:
+        raise ConfigError(
+            f"speculative_config: method={shown(method)}: expected one of {', '.join(methods)}; correct it"
+        )
+    run = _METHODS.get(str(method), str(method))
+    keys: dict[str, object] = {"conf": run}
+    if method == "ngram":
+        keys["speculation.draft.kind"] = "ngram"
+    for name, value in given.items():
+        if name not in _OWN and _SPECULATION + name not in all_keys():
+            known = [
+                *_OWN,
+                *(key.removeprefix(_SPECULATION) for key in all_keys() if key.startswith(_SPECULATION)),
+            ]
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"supported: {', '.join(known)}"
+            raise ConfigError(
+                f"speculative_config: {shown(name)}={shown(value)}: there is no such key; {advice}"
+            )
+        if name == "model":
+            keys["speculation.draft.path"] = value
+        elif name == "num_speculative_tokens":
+            keys["speculation.tree.nodes" if run in _TREES else "speculation.depth"] = value
+        elif name != "method":
+            keys[_SPECULATION + name] = value
+    if method == "draft_model" and "speculation.draft.path" not in keys:
+        raise ConfigError("speculative_config: method=draft_model: expected model=DRAFT beside it; add it")
+    return keys
+
+
+def _typed(value: object) -> str:
+    """As it would stand on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_typed(part) for part in value)}]"
+    return str(value)

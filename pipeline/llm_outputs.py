@@ -1,0 +1,53 @@
+"""What `LLM` returns, shaped like vLLM's outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.errors import RequestError
+from pipeline.messages import ChatTurn, RequestMetrics, TextBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    """Which of the `n` answers to its prompt it is, from 0."""
+    text: str
+    blocks: list[TextBlock]
+    """What came of each round: text, tokens, and whether they were a hit."""
+    finish_reason: str
+    """`stop` or `length`."""
+    seed: int
+    """With it, the same prompt gives the same answer again."""
+    metrics: RequestMetrics
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All output tokens. An end-of-sequence token is among them, and not in the text."""
+        return [token_id for block in self.blocks for token_id in block.token_ids]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and what came of it."""
+
+    request_id: str
+    prompt: str | list[ChatTurn]
+    outputs: list[CompletionOutput]
+    num_prompt_tokens: int
+    finished: bool = True
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Those of the first answer."""
+        return self.outputs[0].metrics
+
+
+class PartialResults(RequestError):
+    """Some prompts could not be answered. outputs: in the order of the prompts, None for those."""
+
+    def __init__(self, reason: str, outputs: list[RequestOutput | None]) -> None:
+        super().__init__(reason)
+        self.outputs = outputs

@@ -1,0 +1,134 @@
+"""`LLM` with real stages and tiny models: in a program, and in a script without a guard or an end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import LLM, SamplingParams
+from pipeline.errors import ConfigError, EngineDead, RequestError
+from pipeline.llm_outputs import PartialResults
+from pipeline.messages import Sampling
+from pipeline.topology import usable_cores
+from tests.processes.runtime import children, open_files, traces
+from tests.tiny_folder import TinyFolder, save_tiny_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ["hello world", "The quick", "def add(", "東京", "a", "naïve café"]
+
+SCRIPT = """
+import asyncio, os, sys
+from pipeline import LLM, SamplingParams
+
+async def notebook():  # where a loop runs already, as in a notebook
+    return llm.generate(["hello world", "a"], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+
+llm = LLM(sys.argv[1], speculative_config={"method": "ngram"}, dtype="float64", max_model_len=64)
+print(os.getpid())
+for output in asyncio.run(notebook()):
+    print(output.outputs[0].token_ids)
+"""
+"""It has no `__main__` guard, and closes nothing."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
+    return save_tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFolder) -> Iterator[LLM]:
+    before = (children(), open_files(), usable_cores())
+    speculation = {
+        "method": "saguaro_tree",
+        "model": str(tiny.folder),
+        "num_speculative_tokens": 4,
+        "budget": 6,
+    }
+    llm = LLM(
+        str(tiny.folder), speculative_config=speculation, dtype="float64", max_model_len=96, max_num_seqs=3
+    )
+    assert usable_cores() == before[2], "the program keeps its cores while nothing is asked"
+    with llm:
+        yield llm
+    llm.close()
+    assert (children(), usable_cores()) == (before[0], before[2])
+    assert open_files() <= before[1]
+    assert traces() == set()
+    with pytest.raises(EngineDead, match="this LLM is closed"):
+        llm.generate("hello")
+
+
+def test_each_prompt_gets_its_own_answer_with_its_own_parameters(llm: LLM, tiny: TinyFolder) -> None:
+    prompts = PROMPTS * 3
+    params = [
+        SamplingParams(max_tokens=1 + n % 9, temperature=n % 2, seed=n, top_p=0.9)
+        for n in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        expected = tiny.expected(prompt, Sampling(**one.options))
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].text == tiny.text(expected)
+        assert output.outputs[0].seed == one.seed
+        assert output.metrics.num_rounds >= 1
+    assert sum(output.metrics.cache_hits or 0 for output in outputs) > 0
+
+
+def test_one_conversation_or_several(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=5, temperature=0)
+    (single,) = llm.chat(chat, params, use_tqdm=False)
+    several = llm.chat([chat, chat], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in several] == [single.outputs[0].token_ids] * 2
+    assert llm.generate([], params) == []
+    assert llm.generate({"prompt": "hello"}, params, use_tqdm=False)[0].prompt == "hello"
+
+
+def test_prompts_that_cannot_be_answered(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    for bad in (["hello", ""], [7], ["hello", None], [{"prompt_token_ids": [1]}]):
+        with pytest.raises(RequestError, match=rf"prompt {len(bad) - 1}: expected some text"):
+            llm.generate(bad, params)  # type: ignore[arg-type]
+    with pytest.raises(
+        RequestError, match="expected 1 SamplingParams for all or 2, one for each prompt; got 3"
+    ):
+        llm.generate(["a", "b"], [params] * 3)
+    with pytest.raises(PartialResults, match=r"1 of 2 .*prompt 1: the prompt has .* tokens") as caught:
+        llm.generate(["hello", "x " * 100], params, use_tqdm=False)
+    first, second = caught.value.outputs
+    assert first is not None
+    assert first.outputs[0].token_ids
+    assert second is None
+
+
+def test_a_model_that_does_not_exist_is_said_at_once() -> None:
+    before = traces()
+    with pytest.raises(ConfigError, match=r"model\.path=/no/such/folder does not exist"):
+        LLM("/no/such/folder")
+    assert traces() == before
+
+
+def test_a_script_needs_no_guard_and_leaves_nothing(tiny: TinyFolder, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(tiny.folder)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    expected = [tiny.expected(prompt, Sampling(max_tokens=4, seed=0)) for prompt in ("hello world", "a")]
+    pid, _, answers = done.stdout.partition("\n")
+    assert answers == "".join(f"{ids}\n" for ids in expected), done.stderr
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert traces(int(pid)) == set()
