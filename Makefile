@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-full lint format clean
+.PHONY: run test test-full lint format pictures clean
 
 run: $(INSTALLED)
 	@$(BIN)/python -m pipeline.run $(if $(findstring conf=,$(ARGS)),,conf=saguaro) $(ARGS)
@@ -35,6 +35,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two, about 1.3 GB" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >&2
 	@touch $@
+
+# The README's pictures of rounds, made anew on this machine.
+pictures: $(INSTALLED)
+	@for run in speculative saguaro saguaro_tree; do \
+		$(BIN)/python -m tools.profile conf=$$run out=build/profile/$$run picture=docs/rounds-$$run.png \
+			prompt="Why is the sky blue?" max_tokens=32 seed=1 $(ARGS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .ci/venv build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

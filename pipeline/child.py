@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.control import Connected, Hello, Ready, StageFailed, StageStats
+from pipeline.control import Connected, Hello, ProfileStarted, Ready, StageFailed, StageProfile, StageStats
 from pipeline.errors import EngineDead
 from pipeline.shm_memory import PoolExport
 from pipeline.topology import StageSpec
@@ -27,6 +27,7 @@ class StageChild:
     said: its answers to the steps of the start, by type.
     failure: what it reported when it failed, if it could.
     stats: its latest figures.
+    profile: its answer to the last word about a profile.
     """
 
     def __init__(self, spec: StageSpec, control_address: str, run_directory: Path, lifeline: int) -> None:
@@ -40,6 +41,7 @@ class StageChild:
         self.said: dict[type, Hello | Ready | Connected] = {}
         self.failure: StageFailed | None = None
         self.stats: StageStats | None = None
+        self.profile: ProfileStarted | StageProfile | None = None
         command = [sys.executable, "-P", "-m", "pipeline.process", spec.name.value, control_address]
         command += ["--run-directory", str(run_directory), "--supervisor-pid", str(os.getpid())]
         if spec.cores is not None:

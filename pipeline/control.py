@@ -1,20 +1,25 @@
 """How the supervisor and a stage process talk about the stage's life: messages, and the two ends.
 
 In order: Hello, Start, Ready, Connect, Connected, then ReportStats and StageStats at will, Stop, Stopped;
-StageFailed at any time. The channel is apart from the inboxes, so that a full inbox never delays a stop.
+StageFailed at any time. While it is running, StartProfile is answered with ProfileStarted, EndProfile with
+StageProfile. The channel is apart from the inboxes, so that a full inbox never delays a stop.
 Frames that are no control message are counted, logged and dropped, as in `pipeline.mailbox`.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import zmq
+from msgspec import Meta
 
 from pipeline.errors import EngineDead
 from pipeline.log import WarnOnce, get_logger
 from pipeline.mailbox import can_receive
 from pipeline.messages import StageName
 from pipeline.shm_memory import PoolExport
+from pipeline.spans import MAX_NUM_SPANS, SpanDump
 
 _LINGER_MS = 1000
 
@@ -59,7 +64,18 @@ class StageStats(ControlMessage, frozen=True, kw_only=True):
     """Time in `handle`, and in `work` that did something."""
     transit_ns: int
     """Time the received messages spent under way and waiting, summed."""
-    running_ns: int
+
+
+class ProfileStarted(ControlMessage, frozen=True, kw_only=True):
+    """Spans are recorded from here on."""
+
+
+class StageProfile(ControlMessage, frozen=True, kw_only=True):
+    """What one stage recorded."""
+
+    spans: SpanDump
+    kernel_trace: bytes | None
+    """What `Stage.kernel_tracer` gave, if it was asked for."""
 
 
 class Stopped(ControlMessage, frozen=True, kw_only=True):
@@ -105,12 +121,25 @@ class ReportStats(ControlMessage, frozen=True, kw_only=True):
     """Answer with `StageStats`."""
 
 
+class StartProfile(ControlMessage, frozen=True, kw_only=True):
+    """Forget what was recorded, and record from now on."""
+
+    num_spans: Annotated[int, Meta(ge=1, le=MAX_NUM_SPANS)]
+    """Size of the ring: how many spans are kept, the latest."""
+    traces_kernels: bool
+    """Also trace what runs inside a stage that can do that; it slows the stage down."""
+
+
+class EndProfile(ControlMessage, frozen=True, kw_only=True):
+    """Record nothing more, and answer with `StageProfile`."""
+
+
 class Stop(ControlMessage, frozen=True, kw_only=True):
     """Close and end."""
 
 
-FromStage = Hello | Ready | Connected | StageStats | Stopped | StageFailed
-ToStage = Start | Connect | ReportStats | Stop
+FromStage = Hello | Ready | Connected | StageStats | ProfileStarted | StageProfile | Stopped | StageFailed
+ToStage = Start | Connect | ReportStats | StartProfile | EndProfile | Stop
 
 
 class ControlServer:

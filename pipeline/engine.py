@@ -28,6 +28,7 @@ from pipeline.messages import (
     SubmitRequest,
 )
 from pipeline.placement import CorePlan, plan_cores
+from pipeline.profiling import EngineProfile
 from pipeline.sampling_options import check_sampling
 from pipeline.supervisor import Supervisor
 from pipeline.topology import StageSpec, usable_cores
@@ -159,6 +160,14 @@ class Engine:
         Raises `EngineDead` like `events`.
         """
         return self._supervisor.stats(timeout_s)
+
+    def start_profile(self, *, num_spans: int, traces_kernels: bool = False) -> None:
+        """Record what the stages do when, until `end_profile`; see `Supervisor.start_profile`."""
+        self._supervisor.start_profile(num_spans=num_spans, traces_kernels=traces_kernels)
+
+    def end_profile(self) -> EngineProfile:
+        """What was recorded. Raises `EngineDead` like `events`."""
+        return self._supervisor.end_profile()
 
     def stop(self) -> None:
         """Stop all stages, within 5 seconds. May be called twice."""

@@ -19,6 +19,7 @@ import zmq
 from pipeline.errors import EngineDead
 from pipeline.log import WarnOnce, get_logger
 from pipeline.messages import Message, StageName
+from pipeline.spans import SpanKind, SpanRecorder
 
 HIGH_WATER_MARK = 65_536
 """Messages that may wait on each side of a connection: far above any honest backlog."""
@@ -57,8 +58,10 @@ class Inbox:
         senders: Collection[StageName],
         epoch: int,
         high_water_mark: int = HIGH_WATER_MARK,
+        spans: SpanRecorder | None = None,
     ) -> None:
         """Bind at `address` and take messages of the types `accepts` from `senders` in run `epoch`."""
+        self._spans = spans or SpanRecorder()
         self.num_received = 0
         self.num_dropped = 0
         self.transit_ns = 0
@@ -76,7 +79,8 @@ class Inbox:
     def receive(self) -> tuple[StageName, Message] | None:
         """The next message and its sender, or None when nothing (good) waits. Never blocks, never raises."""
         while can_receive(self.socket):
-            message = self._decode(self.socket.recv_multipart(zmq.DONTWAIT))
+            began_ns = time.monotonic_ns()
+            message = self._decode(self.socket.recv_multipart(zmq.DONTWAIT), began_ns)
             if message is not None:
                 return message
         return None
@@ -85,8 +89,8 @@ class Inbox:
         """Unbind. May be called twice."""
         self.socket.close()
 
-    def _decode(self, frames: list[bytes]) -> tuple[StageName, Message] | None:
-        """The sender and the message, or None after counting why not."""
+    def _decode(self, frames: list[bytes], began_ns: int) -> tuple[StageName, Message] | None:
+        """The sender and the message, or None after counting why not. began_ns: when it was looked for."""
         if len(frames) != 2:
             self._drop("frames", f"expected 2 frames, got {len(frames)}")
             return None
@@ -105,7 +109,17 @@ class Inbox:
             self._drop("sender", f"{header.sender.value} sends nothing to this stage")
             return None
         self.num_received += 1
-        self.transit_ns += time.monotonic_ns() - header.sent_ns
+        now_ns = time.monotonic_ns()
+        self.transit_ns += now_ns - header.sent_ns
+        if self._spans.is_on:
+            self._spans.add_message(
+                SpanKind.RECEIVE,
+                began_ns,
+                now_ns,
+                message=message,
+                peer=header.sender,
+                sent_ns=header.sent_ns,
+            )
         return header.sender, message
 
     def _drop(self, kind: str, reason: str) -> None:
@@ -127,9 +141,11 @@ class MailOutbox:
         sender: StageName,
         epoch: int,
         high_water_mark: int = HIGH_WATER_MARK,
+        spans: SpanRecorder | None = None,
     ) -> None:
         """Connect to `addresses`; the receivers may bind later, messages wait for them."""
         self.num_sent = 0
+        self._spans = spans or SpanRecorder()
         self._sender = sender
         self._epoch = epoch
         self._high_water_mark = high_water_mark
@@ -154,9 +170,11 @@ class MailOutbox:
                 f"{self._sender.value} sent {type(message).__name__} to {receiver.value}, which is not part "
                 f"of this run: {', '.join(name.value for name in self._sockets)}"
             )
+        began_ns = time.monotonic_ns()
         encode = self._encoder.encode
         payload = encode(message)
-        header = encode(Header(self._sender, self._epoch, time.monotonic_ns()))
+        sent_ns = time.monotonic_ns()
+        header = encode(Header(self._sender, self._epoch, sent_ns))
         try:
             socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
             socket.send(payload, zmq.DONTWAIT)
@@ -166,6 +184,15 @@ class MailOutbox:
                 f"{self._sender.value} wait for it; it hangs, or is far too slow"
             ) from None
         self.num_sent += 1
+        if self._spans.is_on:
+            self._spans.add_message(
+                SpanKind.SEND,
+                began_ns,
+                time.monotonic_ns(),
+                message=message,
+                peer=receiver,
+                sent_ns=sent_ns,
+            )
 
     def close(self) -> None:
         """Disconnect. May be called twice."""

@@ -33,12 +33,14 @@ from pipeline.control import (
     Connect,
     Connected,
     ControlClient,
+    EndProfile,
     Hello,
     Ready,
     ReportStats,
     StageFailed,
     StageStats,
     Start,
+    StartProfile,
     Stop,
     Stopped,
     unexpected,
@@ -49,7 +51,9 @@ from pipeline.mailbox import Inbox, MailOutbox, can_receive
 from pipeline.messages import StageName
 from pipeline.run_directory import remove_run
 from pipeline.shm_memory import SharedMemoryExporter, SharedMemoryReader
+from pipeline.spans import SpanKind
 from pipeline.stage import Stage, StageContext
+from pipeline.stage_profile import ProfileSwitch
 from pipeline.standard_streams import open_missing_streams
 
 _WAIT_MS = 500
@@ -88,13 +92,15 @@ class StageRunner:
         self._reader = SharedMemoryReader()
         self._poller = zmq.Poller()
         self._warn_once = WarnOnce(_log)
+        self._profile = ProfileSwitch()
+        self._spans = self._profile.spans
         self._stage: Stage | None = None
         self._inbox: Inbox | None = None
         self._outbox: MailOutbox | None = None
         self._must_stop = False
         self._num_refused = 0
         self._busy_ns = 0
-        self._running_since_ns = 0
+        self._is_running = False
 
     def run(self) -> int:
         """Start, run and close the stage. A failure is reported to the supervisor, not raised."""
@@ -127,8 +133,11 @@ class StageRunner:
             sender=self._name,
             epoch=start.epoch,
             high_water_mark=start.high_water_mark,
+            spans=self._spans,
         )
-        context = StageContext(outbox=self._outbox, pools=self._exporter, settings=start.settings)
+        context = StageContext(
+            outbox=self._outbox, pools=self._exporter, settings=start.settings, spans=self._spans
+        )
         stage = self._stage = _import_factory(start.factory)(context)
         stage.setup()
         inbox = self._inbox = Inbox(
@@ -138,6 +147,7 @@ class StageRunner:
             senders=[name for name in start.addresses if name is not self._name],
             epoch=start.epoch,
             high_water_mark=start.high_water_mark,
+            spans=self._spans,
         )
         self._control.send(Ready(exports=self._exporter.exports))
         return stage, inbox
@@ -156,19 +166,23 @@ class StageRunner:
         # What was loaded stays: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
-        self._running_since_ns = time.monotonic_ns()
+        self._is_running = True
         while not self._must_stop:
             if not (self._handle_waiting(stage, inbox) or self._work(stage)):
                 self._wait(inbox)
-            self._answer_control()
+            self._answer_control(stage)
 
     def _wait(self, inbox: Inbox) -> None:
         """Return when there may be news: watch the inbox for a while, then sleep."""
-        end_ns = time.monotonic_ns() + self._busy_poll_ns
-        while time.monotonic_ns() < end_ns:
-            if can_receive(inbox.socket):
-                return
-        self._poller.poll(_WAIT_MS)
+        began_ns = time.monotonic_ns()
+        end_ns = began_ns + self._busy_poll_ns
+        has_news = False
+        while not has_news and time.monotonic_ns() < end_ns:
+            has_news = can_receive(inbox.socket)
+        if not has_news:
+            self._poller.poll(_WAIT_MS)
+        if self._spans.is_on:
+            self._spans.add(SpanKind.WAIT, began_ns, time.monotonic_ns())
 
     def _handle_waiting(self, stage: Stage, inbox: Inbox) -> bool:
         """Handle what waits in the inbox, at most a burst; whether there was anything."""
@@ -190,17 +204,25 @@ class StageRunner:
                     sender.value,
                     error,
                 )
-            self._busy_ns += time.monotonic_ns() - began_ns
+            ended_ns = time.monotonic_ns()
+            self._busy_ns += ended_ns - began_ns
+            if self._spans.is_on:
+                self._spans.add_message(
+                    SpanKind.HANDLE, began_ns, ended_ns, message=message, peer=sender, sent_ns=0
+                )
         return True
 
     def _work(self, stage: Stage) -> bool:
         began_ns = time.monotonic_ns()
         has_worked = stage.work()
         if has_worked:
-            self._busy_ns += time.monotonic_ns() - began_ns
+            ended_ns = time.monotonic_ns()
+            self._busy_ns += ended_ns - began_ns
+            if self._spans.is_on:
+                self._spans.add(SpanKind.WORK, began_ns, ended_ns)
         return has_worked
 
-    def _answer_control(self) -> None:
+    def _answer_control(self, stage: Stage) -> None:
         message = self._control.receive()
         if message is None:
             return
@@ -208,8 +230,10 @@ class StageRunner:
             self._must_stop = True
         elif isinstance(message, ReportStats) and (stats := self._stats()) is not None:
             self._control.send(stats)
+        elif isinstance(message, StartProfile | EndProfile):
+            self._control.send(self._profile.take(message, stage))
         else:
-            raise unexpected(message, "Stop or ReportStats")
+            raise unexpected(message, "Stop, ReportStats, StartProfile or EndProfile")
 
     def _next_control(self) -> object:
         message = self._control.wait()
@@ -218,7 +242,7 @@ class StageRunner:
         return message
 
     def _stats(self) -> StageStats | None:
-        if self._inbox is None or self._outbox is None or not self._running_since_ns:
+        if self._inbox is None or self._outbox is None or not self._is_running:
             return None
         return StageStats(
             num_received=self._inbox.num_received,
@@ -228,7 +252,6 @@ class StageRunner:
             num_late=0 if self._stage is None else self._stage.num_late_messages,
             busy_ns=self._busy_ns,
             transit_ns=self._inbox.transit_ns,
-            running_ns=time.monotonic_ns() - self._running_since_ns,
         )
 
     def _close(self) -> None:

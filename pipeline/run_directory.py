@@ -99,6 +99,17 @@ def sweep_stale(root: Path) -> list[Path]:
     return removed
 
 
+def live_runs(root: Path) -> list[Path]:
+    """The run directories in `root` whose engines run, and that belong to this user."""
+    found = []
+    for path in sorted(root.glob("ssd-*")):
+        match = _NAME.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            if match and path.stat().st_uid == os.getuid() and not _is_abandoned(path, int(match[1])):
+                found.append(path)
+    return found
+
+
 def _is_abandoned(path: Path, pid: int) -> bool:
     try:
         lock = _try_lock(path, 0)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.messages import Message, StageName
+from pipeline.spans import SpanRecorder
 from pipeline.tensor_pool import PoolSpec, TensorPool
 
 
@@ -35,11 +36,23 @@ class StageContext:
 
     settings: the resolved run configuration, msgpack bytes (the factory decodes them: the runtime
         carries settings, it does not read them).
+    spans: where the stage notes what it did when, while a profile is on.
     """
 
     outbox: Outbox
     pools: PoolExporter
     settings: bytes
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+
+
+class KernelTracer(Protocol):
+    """Traces what runs inside a stage, below its spans. Used by the stage's own thread."""
+
+    def start(self) -> None:
+        """Trace from now on."""
+
+    def stop(self) -> bytes:
+        """End the trace and return it, in a form that `tools.profile` knows."""
 
 
 class Stage(ABC):
@@ -71,6 +84,10 @@ class Stage(ABC):
         nothing to do must return False: the loop then sleeps until the next message.
         """
         return False
+
+    def kernel_tracer(self) -> KernelTracer | None:
+        """A new tracer of this stage's kernels, for a profile that wants them; None where there are none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

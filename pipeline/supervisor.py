@@ -27,26 +27,35 @@ from pipeline.control import (
     Connect,
     Connected,
     ControlServer,
+    EndProfile,
     Hello,
+    ProfileStarted,
     Ready,
     ReportStats,
     StageFailed,
+    StageProfile,
     StageStats,
     Start,
+    StartProfile,
     Stop,
     Stopped,
+    ToStage,
 )
-from pipeline.errors import ConfigError, EngineDead
+from pipeline.errors import ConfigError, EngineDead, RequestError
 from pipeline.log import get_logger
 from pipeline.mailbox import HIGH_WATER_MARK, Inbox, MailOutbox
 from pipeline.messages import FrontendMessage, Message, StageName
+from pipeline.profiling import EngineProfile, ProfileRefused, ProfileServer, ToProfiler
 from pipeline.run_directory import RunDirectory, runtime_root
+from pipeline.spans import SpanRecorder
 from pipeline.topology import StageSpec, check_topology
 
 _WATCH_S = 0.1
 """How long at most until a lost stage is noticed."""
 _LAST_WORDS_S = 0.1
 """How long to wait for the traceback of a lost stage, and for others that fell with it."""
+_PROFILE_S = 60.0
+"""How long a stage may take to begin or end its profile: it answers between two forwards."""
 _READERS_STOP_S = 1.0
 _TERMINATE_AFTER_S = 2.0
 _KILL_AFTER_S = 3.0
@@ -55,6 +64,7 @@ _MIN_OPEN_FILES = 64
 
 _log = get_logger(__name__)
 _Step = TypeVar("_Step", Hello, Ready, Connected)
+_ProfileAnswer = TypeVar("_ProfileAnswer", ProfileStarted, StageProfile)
 
 
 class Supervisor:
@@ -91,6 +101,8 @@ class Supervisor:
         self._directory: RunDirectory | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._control: ControlServer | None = None
+        self._profiler: ProfileServer | None = None
+        self._spans = SpanRecorder()
         self._inbox: Inbox | None = None
         self._outbox: MailOutbox | None = None
         self._poller = zmq.Poller()
@@ -141,7 +153,10 @@ class Supervisor:
         """
         deadline = time.monotonic() + timeout_s
         while True:
+            # What a stage says too late must not keep the poller awake.
+            self._wait_for_control(0)
             self._raise_if_lost()
+            self._answer_profiler()
             messages = self._take_mail()
             remaining = deadline - time.monotonic()
             if messages or remaining <= 0:
@@ -172,6 +187,30 @@ class Supervisor:
             self._raise_if_lost()
         return {name: child.stats for name, child in self._children.items() if child.stats is not None}
 
+    def start_profile(self, *, num_spans: int, traces_kernels: bool = False) -> None:
+        """Let all stages record spans; return when they do. A profile that is on already begins anew.
+
+        num_spans, traces_kernels: see `StartProfile`. Raises `EngineDead` like `poll`, and `RequestError`
+        when a stage does not answer in time.
+        """
+        command = StartProfile(num_spans=num_spans, traces_kernels=traces_kernels)
+        self._spans.start(num_spans=num_spans, now_ns=time.monotonic_ns())
+        self._ask_for_profile(command, ProfileStarted)
+
+    def end_profile(self) -> EngineProfile:
+        """What all stages recorded, the frontend included; they record nothing more.
+
+        Raises like `start_profile`.
+        """
+        stages = self._ask_for_profile(EndProfile(), StageProfile)
+        frontend = self._spans.dump(now_ns=time.monotonic_ns())
+        self._spans.stop()
+        return EngineProfile(
+            settings=self._settings,
+            pids={StageName.FRONTEND: os.getpid(), **self.pids},
+            stages={StageName.FRONTEND: StageProfile(spans=frontend, kernel_trace=None), **stages},
+        )
+
     def stop(self, reason: str = "the engine was stopped") -> None:
         """Stop all stages, those that export pools last, within 5 seconds. May be called twice.
 
@@ -196,6 +235,7 @@ class Supervisor:
         epoch = secrets.randbits(62)
         context = self._context = zmq.Context(io_threads=1)
         self._control = ControlServer(context, directory.address("control"))
+        self._profiler = ProfileServer(context, directory.path)
         stages: dict[StageName, str] = {
             name: address for name, address in addresses.items() if name is not StageName.FRONTEND
         }
@@ -206,6 +246,7 @@ class Supervisor:
             senders=stages,
             epoch=epoch,
             high_water_mark=self._high_water_mark,
+            spans=self._spans,
         )
         self._outbox = MailOutbox(
             context,
@@ -213,9 +254,11 @@ class Supervisor:
             sender=StageName.FRONTEND,
             epoch=epoch,
             high_water_mark=self._high_water_mark,
+            spans=self._spans,
         )
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._control.socket, zmq.POLLIN)
+        self._poller.register(self._profiler.socket, zmq.POLLIN)
         # Nobody writes to this pipe: its end tells the stages that we are gone.
         lifeline, self._lifeline = os.pipe()
         try:
@@ -285,7 +328,47 @@ class Supervisor:
             messages.append(received[1])
         return messages
 
-    def _tell(self, name: StageName, message: Start | Connect | ReportStats | Stop) -> None:
+    def _answer_profiler(self) -> None:
+        """Do what another process asks for. The owner's mail waits so long; the stages go on."""
+        while self._profiler is not None and (request := self._profiler.receive()) is not None:
+            client, command = request
+            answer: ToProfiler = ProfileStarted()
+            try:
+                if isinstance(command, EndProfile):
+                    answer = self.end_profile()
+                else:
+                    self.start_profile(num_spans=command.num_spans, traces_kernels=command.traces_kernels)
+            except RequestError as error:
+                answer = ProfileRefused(reason=str(error))
+            self._profiler.answer(client, answer)
+
+    def _ask_for_profile(
+        self, command: StartProfile | EndProfile, expected: type[_ProfileAnswer]
+    ) -> dict[StageName, _ProfileAnswer]:
+        """What each stage answers."""
+        self._raise_if_lost()
+        for name, child in self._children.items():
+            child.profile = None
+            self._tell(name, command)
+        deadline = time.monotonic() + _PROFILE_S
+        while True:
+            answers = {
+                name: child.profile
+                for name, child in self._children.items()
+                if isinstance(child.profile, expected)
+            }
+            missing = [name.value for name in self._children if name not in answers]
+            if not missing:
+                return answers
+            if time.monotonic() > deadline:
+                raise RequestError(
+                    f"{', '.join(missing)} did not answer {type(command).__name__} within {_PROFILE_S:g} s; "
+                    "ask again when it has done what it is at"
+                )
+            self._wait_for_control(_WATCH_S)
+            self._raise_if_lost()
+
+    def _tell(self, name: StageName, message: ToStage) -> None:
         # A stage that cannot take it is gone, or about to be found out by a time limit.
         if self._control is not None:
             with contextlib.suppress(zmq.ZMQError):
@@ -304,6 +387,8 @@ class Supervisor:
                 child.failure = message
             elif isinstance(message, StageStats):
                 child.stats = message
+            elif isinstance(message, ProfileStarted | StageProfile):
+                child.profile = message
             elif isinstance(message, Stopped):
                 child.stats = message.stats or child.stats
             else:
@@ -362,10 +447,10 @@ class Supervisor:
                 self.stats_at_stop[name] = child.stats
 
     def _close(self) -> None:
-        for end in (self._inbox, self._outbox, self._control):
+        for end in (self._inbox, self._outbox, self._control, self._profiler):
             if end is not None:
                 end.close()
-        self._inbox = self._outbox = self._control = None
+        self._inbox = self._outbox = self._control = self._profiler = None
         self._poller = zmq.Poller()
         self._wakes = None
         if self._context is not None:

@@ -30,7 +30,8 @@ from pipeline.messages import (
     SpeculatorMessage,
     StageName,
 )
-from pipeline.stage import Stage, StageContext
+from pipeline.spans import SpanKind
+from pipeline.stage import KernelTracer, Stage, StageContext
 from pipeline.tensor_pool import PoolSpec
 from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
@@ -42,6 +43,7 @@ from stages.draft_speculator.load_source import load_source
 from stages.draft_speculator.measures import Measures
 from stages.draft_speculator.ngram_draft import LookedUp, NgramIndex
 from stages.draft_speculator.planner import OnlinePlanner, Planner
+from stages.model.kernel_trace import TorchTracer
 
 _log = get_logger(__name__)
 
@@ -49,6 +51,13 @@ _SLOTS_PER_REQUEST = 4
 """Candidate tensors a request may have under way: the predictor is at most a round behind."""
 _MOST_STEP_ROWS = 32
 """Of one request: a reading of more is that of a prompt, and says little about steps."""
+_KIND_OF_PHASE = {
+    Phase.READING: SpanKind.READ,
+    Phase.DRAFTING: SpanKind.DRAFT,
+    Phase.GLUING: SpanKind.GLUE,
+    Phase.BRANCHING: SpanKind.BRANCH,
+}
+"""What a profile calls the reading of each phase."""
 
 
 class DraftSpeculator(Stage):
@@ -61,6 +70,7 @@ class DraftSpeculator(Stage):
         self._config = config
         self._context = context
         self._outbox = context.outbox
+        self._spans = context.spans
         self._source_given = source
         self._has_cache = speculation.prepare_outcomes
         self._shape = Shape.of(speculation)
@@ -104,6 +114,10 @@ class DraftSpeculator(Stage):
     def _num_candidates(self) -> int:
         """Tokens that the predictor is told of after each node: it may want as many beside the children."""
         return self._budget + self._shape.most_children + (self._num_look_up > 0)
+
+    def kernel_tracer(self) -> KernelTracer:
+        """What PyTorch does for the draft."""
+        return TorchTracer()
 
     def close(self) -> None:
         """Forget every request."""
@@ -191,10 +205,13 @@ class DraftSpeculator(Stage):
 
     def _answer(self, request: DraftRequest) -> None:
         """Serve what is ready, or draft, or fill in."""
+        start_ns = time.monotonic_ns()
         tree, depth = request.tree, self._shape.depth
         request.is_resting = False
         ready = self._select(tree, depth=depth) if self._has_cache else []
         request.ready_length = len(ready)
+        if self._has_cache:
+            self._note(SpanKind.LOOKUP, (start_ns, time.monotonic_ns()), request, count=len(ready))
         if ready:
             request.source = ProposalSource.HIT
             may_wait = self._planner.drafts_on()
@@ -252,6 +269,7 @@ class DraftSpeculator(Stage):
             span = (start_ns, time.monotonic_ns())
             if (num_rows := sum(len(job.nodes) for job in jobs)) <= _MOST_STEP_ROWS * len(jobs):
                 self._measures.step.add(num_rows, span[1] - span[0])
+            self._note(_KIND_OF_PHASE[phase], span, self._requests[jobs[0].request_id], count=num_rows)
             for job in jobs:
                 self._requests[job.request_id].spans.append(span)
                 # Shifts tree indices only where committed tokens were unread, and then no chain and no
@@ -267,6 +285,13 @@ class DraftSpeculator(Stage):
                 self._send_candidates(request)
             else:
                 self._grow_branches(request)
+
+    def _note(self, kind: SpanKind, span: tuple[int, int], request: DraftRequest, *, count: int) -> None:
+        """Record a span for a profile, if there is one."""
+        if self._spans.is_on:
+            self._spans.add(
+                kind, *span, request_id=request.request_id, round_id=request.round_id, count=count
+            )
 
     def _nodes_to_read(self, request: DraftRequest) -> list[int]:
         """What the request's phase reads next; committed tokens that are not read always come first."""

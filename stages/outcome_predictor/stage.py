@@ -6,6 +6,7 @@ the acceptance statistics. It imports no torch: it shares a core with the draft,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -14,6 +15,7 @@ from conf.schema import FanOut, RunConfig
 from kernels.tree import check_tree
 from pipeline.errors import ProtocolError
 from pipeline.messages import Candidates, EndDraft, Outcome, Plan, PredictorMessage, StageName
+from pipeline.spans import SpanKind
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
 from stages.outcome_predictor.acceptance import AcceptanceEstimate
@@ -38,6 +40,7 @@ class OutcomePredictor(Stage):
         self._policy = config.speculation.fan_out
         self._budget = config.speculation.budget
         self._outbox = context.outbox
+        self._spans = context.spans
         self._pools: Mapping[str, TensorPool] = {}
         self._acceptance: dict[str, AcceptanceEstimate] = {}
         self._overall = AcceptanceEstimate()
@@ -85,6 +88,7 @@ class OutcomePredictor(Stage):
         return estimate
 
     def _plan(self, message: Candidates) -> None:
+        start_ns = time.monotonic_ns()
         candidates = self._read(message)
         budget = min(message.num_branches, self._budget)
         if self._policy is FanOut.calibrated:
@@ -92,6 +96,15 @@ class OutcomePredictor(Stage):
             self._rounds[message.request_id] = candidates
         else:
             outcomes = self._fixed_shares(message.request_id, candidates, budget)
+        if self._spans.is_on:
+            self._spans.add(
+                SpanKind.PLAN,
+                start_ns,
+                time.monotonic_ns(),
+                request_id=message.request_id,
+                round_id=message.round_id,
+                count=len(outcomes),
+            )
         self._outbox.send(
             StageName.SPECULATOR,
             Plan(

@@ -36,8 +36,10 @@ from pipeline.messages import (
     TokenLogprobs,
     VerifierMessage,
 )
-from pipeline.stage import Stage, StageContext
+from pipeline.spans import SpanKind
+from pipeline.stage import KernelTracer, Stage, StageContext
 from stages.incremental_text import TextDecoder
+from stages.model.kernel_trace import TorchTracer
 from stages.model.runner import ModelRunner
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
@@ -67,6 +69,7 @@ class TargetVerifier(Stage):
     ) -> None:
         self._config = config
         self._outbox = context.outbox
+        self._spans = context.spans
         self._model = model
         self._text_decoder = text_decoder
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
@@ -107,6 +110,10 @@ class TargetVerifier(Stage):
         self._model = None  # the runner keeps packed copies of the weights
         self._eos_token_ids = frozenset(shape.eos_token_ids)
         self._vocab_ids = torch.arange(shape.vocab_size)
+
+    def kernel_tracer(self) -> KernelTracer:
+        """What PyTorch does for the target."""
+        return TorchTracer()
 
     def close(self) -> None:
         """Drop every request."""
@@ -205,11 +212,13 @@ class TargetVerifier(Stage):
 
     def _make_noise_ahead(self, sequences: list[Sequence]) -> bool:
         """One row of noise for a coming round, while the target would only wait."""
+        start_ns = time.monotonic_ns()
         for sequence in sequences:
             start = len(sequence.token_ids)
             for position in range(start, min(start + self._max_depth + 1, sequence.max_len)):
                 if not sequence.law.has_noise(position):
                     sequence.law.noise(position, self._logits_dtype)
+                    self._note(SpanKind.NOISE, start_ns, [sequence], count=1)
                     return True
         return False
 
@@ -274,6 +283,7 @@ class TargetVerifier(Stage):
         choices = self._choose(sequence, logits, [len(sequence.token_ids)])
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
+        self._note(SpanKind.PREFILL, start_ns, [sequence], count=len(sequence.token_ids), end_ns=end_ns)
         sequence.clock.end_prefill(end_ns)
         self._finish_round(sequence, block=choices, accepted=[], logits=logits, decided_ns=end_ns)
 
@@ -305,6 +315,7 @@ class TargetVerifier(Stage):
             row += num_rows
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
+        self._note(SpanKind.VERIFY, start_ns, sequences, count=row, end_ns=end_ns)
         for sequence, (accepted, block, rows) in zip(sequences, accepted_by_row, strict=True):
             self._finish_round(
                 sequence,
@@ -348,6 +359,7 @@ class TargetVerifier(Stage):
         decided_ns, num_rows, compute_ns: of the forward; see `Outcome`.
         """
         num_proposed = len(sequence.tree()[0])
+        start_ns = time.monotonic_ns()
         ending = sequence.stop_rules.find_ending(block, room=sequence.room)
         num_accepted = min(len(accepted), ending.num_kept)
         sequence.token_ids.extend(block[: ending.num_kept])
@@ -383,8 +395,9 @@ class TargetVerifier(Stage):
             )
         self._commit(sequence, block[: ending.num_kept], ending, num_accepted=num_accepted, logprobs=logprobs)
         sequence.law.commit(block[: ending.num_kept])
-        sequence.next_round()
         sequence.law.forget_before(len(sequence.token_ids))
+        self._note(SpanKind.COMMIT, start_ns, [sequence], count=ending.num_kept)
+        sequence.next_round()
 
     def _commit(
         self,
@@ -415,6 +428,26 @@ class TargetVerifier(Stage):
             self._send_held()
         if finish_reason is not None:
             self._release(sequence)
+
+    def _note(
+        self,
+        kind: SpanKind,
+        start_ns: int,
+        sequences: list[Sequence],
+        *,
+        count: int,
+        end_ns: int | None = None,
+    ) -> None:
+        """Record a span for a profile, if there is one. end_ns: None is now."""
+        if self._spans.is_on:
+            self._spans.add(
+                kind,
+                start_ns,
+                end_ns or time.monotonic_ns(),
+                request_id=sequences[0].draft_id,
+                round_id=sequences[0].round_id,
+                count=count,
+            )
 
     def _send_held(self) -> None:
         """Send what nobody waits for: its receivers share cores with the draft, which must answer first."""

@@ -66,7 +66,7 @@ def test_forged_frames_on_every_inbox_are_dropped_and_counted(push):
     frames = forged_frames(random.Random(1))
     with supervise(STAGES, Settings()) as engine:
         for path in sockets_of(traces()):
-            if path.name != "control":
+            if path.name not in ("control", "profile"):
                 push(path, zmq.PUSH, frames)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -81,9 +81,10 @@ def test_forged_frames_on_every_inbox_are_dropped_and_counted(push):
         assert {item.number for item in collect(engine, 2)} == {1, 2}
 
 
-def test_forged_frames_on_the_control_socket_are_dropped_and_the_engine_still_stops(push):
+@pytest.mark.parametrize("name", ["control", "profile"])
+def test_forged_frames_on_the_other_sockets_are_dropped_and_the_engine_still_stops(push, name):
     with supervise(STAGES, Settings()) as engine:
-        (path,) = [path for path in sockets_of(traces()) if path.name == "control"]
+        (path,) = [path for path in sockets_of(traces()) if path.name == name]
         push(path, zmq.DEALER, forged_frames(random.Random(2)))
         for _ in range(3):
             assert len(engine.stats()) == 3
@@ -114,4 +115,4 @@ def test_run_directories_are_private():
         (directory,) = [Path(path) for path in traces()]
         assert directory.stat().st_mode & 0o777 == 0o700
         names = {path.name for path in sockets_of(traces())}
-    assert names == {"control", TOKENIZER.value, FRONTEND.value}
+    assert names == {"control", "profile", TOKENIZER.value, FRONTEND.value}

@@ -31,6 +31,7 @@ from tests.processes.toy_stages import Item, Settings, TensorItem
 
 
 def test_messages_of_one_sender_stay_in_order_through_two_stages():
+    began_ns = time.monotonic_ns()
     with supervise({TOKENIZER: "Relay", VERIFIER: "Echo"}, Settings(receiver=VERIFIER)) as engine:
         for number in range(2000):
             engine.send(TOKENIZER, Item(number=number))
@@ -38,7 +39,7 @@ def test_messages_of_one_sender_stay_in_order_through_two_stages():
         stats = engine.stats()
     assert (stats[TOKENIZER].num_received, stats[TOKENIZER].num_sent) == (2000, 2000)
     assert (stats[VERIFIER].num_dropped, stats[VERIFIER].num_refused) == (0, 0)
-    assert 0 < stats[VERIFIER].busy_ns < stats[VERIFIER].running_ns
+    assert 0 < stats[VERIFIER].busy_ns < time.monotonic_ns() - began_ns
     assert engine.stats_at_stop[VERIFIER].num_received == 2000
 
 

@@ -1,0 +1,108 @@
+"""The keys of the profiler, the picture, and finding an engine to attach to."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.messages import StageName
+from pipeline.run_directory import RunDirectory, live_runs
+from tests.tiny_profiles import two_rounds
+from tools.profile.attach import find_run
+from tools.profile.command import main, write_files
+from tools.profile.cost import Cost
+from tools.profile.gantt import choose_rounds
+from tools.profile.settings import split_settings
+
+
+def test_the_profilers_keys_are_taken_and_the_rest_is_the_runs():
+    settings, rest = split_settings(
+        ["conf=saguaro", "out=a=b, c", "prompt=rounds=3", "rounds=2", "torch_profiler=true", "output=x"]
+    )
+    assert (settings.out, settings.rounds, settings.torch_profiler) == ("a=b, c", 2, True)
+    assert rest == ["conf=saguaro", "prompt=rounds=3", "output=x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rounds=0"], "rounds=0: expected at least 1"),
+        (["rounds=many"], "rounds=many: expected a whole number"),
+        (["first_round=-1"], "first_round=-1: expected at least 0"),
+        (["num_spans=0"], "num_spans=0: expected 1 to"),
+        (["num_spans=99999999"], "num_spans=99999999: expected 1 to"),
+        (["cost_pairs=0"], "cost_pairs=0: expected at least 1"),
+        (["seconds=0"], "seconds=0.0: expected a positive"),
+        (["seconds=nan"], "seconds=nan: expected a positive"),
+        (["out="], "out= is empty"),
+        (["out=a", "out=b"], "out is given twice"),
+        (["picture=a.jpg"], "expected a name that ends with .png"),
+        (["attach=any", "conf=saguaro"], "attach and conf=saguaro are both given"),
+    ],
+)
+def test_bad_keys_are_refused_in_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_mistake_in_the_runs_own_keys_is_told_as_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["conf=saguro"]) == 2
+    assert "did you mean saguaro" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_key(capsys):
+    assert main(["--help"]) == 0
+    assert "torch_profiler=false" in capsys.readouterr().out
+
+
+def test_the_cost_is_the_median_over_pairs_and_the_busiest_stages_spans():
+    cost = Cost(
+        off_ms=[10.0, 20.0, 10.0],
+        on_ms=[10.1, 20.0, 10.2],
+        spans_per_round={StageName.VERIFIER: 12.0, StageName.SPECULATOR: 30.0},
+        span_us=2.0,
+    )
+    first, second, third = cost.report().splitlines()
+    assert first == "round, recording off: 10.000 ms; on: 10.200 ms (medians)"
+    assert second.startswith("on over off: +1.00%, 95 % +0.00% to +2.00% (3 pairs")
+    assert third.endswith("draft-speculator, records 30.0 a round: 60.0 us, 0.600% of a round")
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "chosen"),
+    [(3, None, [3, 4, 5]), (20, None, list(range(10))), (3, 8, [8, 9]), (3, 10, []), (1, 0, [0])],
+)
+def test_the_rounds_of_the_picture_are_the_middle_or_those_asked_for(count, first, chosen):
+    assert list(choose_rounds(range(10), count=count, first=first)) == chosen
+
+
+def test_the_picture_goes_where_it_is_wanted_and_is_a_small_png(tmp_path):
+    settings, _ = split_settings([f"out={tmp_path}/out", f"picture={tmp_path}/pictures/a.png"])
+    write_files(settings, two_rounds().profile(end_us=1000))
+    picture = (tmp_path / "pictures" / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 150_000
+    assert not (tmp_path / "out" / "rounds.png").exists()
+
+
+def test_a_running_engine_is_found_by_pid_by_folder_and_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.profile.attach.runtime_root", lambda: tmp_path)
+    run = RunDirectory(tmp_path)
+    abandoned = tmp_path / "ssd-1-00000000"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    assert live_runs(tmp_path) == [run.path]
+    assert find_run(str(os.getpid())) == find_run(str(run.path)) == find_run("any") == run.path
+    for wrong in (str(Path(abandoned)), "1", "nonsense"):
+        with pytest.raises(ConfigError, match=f"names no running engines, expected one; running: {run.path}"):
+            find_run(wrong)
+    another = RunDirectory(tmp_path)
+    with pytest.raises(ConfigError, match="names 2 running engines, expected one"):
+        find_run("any")
+    another.remove()
+    run.remove()
