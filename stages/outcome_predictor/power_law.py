@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 _DECAY = 0.995
 """Per outcome: two hundred of them are remembered."""
-_PRIOR_WEIGHT = 10.0
-"""How firmly a new estimate holds on to the exponent it started with."""
+_PRIOR_WEIGHT = 20.0
+"""How firmly a new estimate holds on to the exponent it started with: as ten outcomes or so would."""
 _LEAST_POWER = 0.05
 """A miss rate that does not fall at all is a small sample, or a draft that is never right."""
 
