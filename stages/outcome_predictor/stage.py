@@ -15,7 +15,7 @@ from conf.schema import FanOut, RunConfig
 from pipeline.messages import Candidates, EndDraft, Outcome, Plan, PredictorMessage, StageName
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
-from stages.outcome_predictor.calibrated import likeliest_outcomes, path_log_probs
+from stages.outcome_predictor.calibrated import TauEstimate, likeliest_outcomes, path_log_probs
 from stages.outcome_predictor.candidates import RoundCandidates, read_candidates
 from stages.outcome_predictor.fan_out import Nodes, choose_outcomes, fan_outs
 from stages.outcome_predictor.statistics import OutcomeStatistics
@@ -36,6 +36,8 @@ class OutcomePredictor(Stage):
         self._pools: Mapping[str, TensorPool] = {}
         self._overall = OutcomeStatistics(self._budget)
         """Across requests."""
+        self._tau = TauEstimate()
+        """Across requests, too: it belongs to the pair of models more than to a text."""
         self._statistics: dict[str, OutcomeStatistics] = {}
         """Of each request."""
         self._rounds: deque[tuple[str, RoundCandidates]] = deque(maxlen=_ROUNDS_KEPT * config.max_requests)
@@ -64,15 +66,22 @@ class OutcomePredictor(Stage):
                 self._statistics.pop(message.request_id, None)
 
     def _learn(self, outcome: Outcome) -> None:
-        key = (outcome.request_id, outcome.round_id)
-        # Candidates that come after their outcome teach nothing.
-        candidates = next((known for name, known in self._rounds if (name, known.round_id) == key), None)
+        candidates = self._candidates_of(outcome)
         statistics = self._statistics.get(outcome.request_id)
         if statistics is None:  # a request starts from what was learned from all before it
             statistics = OutcomeStatistics(self._budget, before=self._overall)
             self._statistics[outcome.request_id] = statistics
         statistics.add(outcome, candidates)
         self._overall.add(outcome, candidates)
+        if candidates is not None:
+            self._tau.add(candidates, accepted_node=outcome.accepted_node, bonus_token=outcome.bonus_token)
+
+    def _candidates_of(self, outcome: Outcome) -> RoundCandidates | None:
+        """What was known of the outcome's round; None if that comes too late, or names no such node."""
+        for request_id, known in self._rounds:
+            if (request_id, known.round_id) == (outcome.request_id, outcome.round_id):
+                return known if -1 <= outcome.accepted_node < len(known.parents) else None
+        return None
 
     def _plan(self, message: Candidates) -> None:
         candidates = read_candidates(message, self._pools)
@@ -80,7 +89,7 @@ class OutcomePredictor(Stage):
         statistics = self._statistics.get(message.request_id, self._overall)
         budget = min(message.num_branches, self._budget)
         if self._policy is FanOut.calibrated:
-            outcomes = likeliest_outcomes(candidates, tau=self._overall.tau.value, budget=budget)
+            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=budget)
         else:
             outcomes = self._fixed_shares(candidates, statistics, budget)
         self._outbox.send(

@@ -59,6 +59,7 @@ def test_the_folder_is_needed() -> None:
     [
         ("speculative", "prepares no outcomes"),
         ("llama_cpp", "another engine"),
+        ("saguaro+speculation.plan=auto", "goes by the clock"),
         ("saguaro+speculation.depth=0", "expected at least 1"),
     ],
 )

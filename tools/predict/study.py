@@ -12,7 +12,7 @@ import msgspec
 
 from conf.check import check
 from conf.compose import compose
-from conf.schema import RunConfig
+from conf.schema import PlanMode, RunConfig
 from pipeline.errors import ConfigError, RequestError, shown
 from pipeline.messages import ChatTurn, Sampling, SubmitRequest
 from pipeline.model_source import resolve_models
@@ -80,6 +80,8 @@ def make_plan(study: Study) -> Plan:
             check(config)
             if not config.speculation.prepare_outcomes:
                 raise ConfigError("this run prepares no outcomes; choose one that does, such as saguaro")
+            if config.speculation.plan is PlanMode.auto:
+                raise ConfigError("speculation.plan=auto goes by the clock; expected speculation.plan=fixed")
             systems[entry.label] = resolve_models(config)
         except ConfigError as error:
             raise ConfigError(f"systems: {shown(entry.label)}: {error}") from None
