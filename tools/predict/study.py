@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, RequestError, shown
 from pipeline.messages import ChatTurn, Sampling, SubmitRequest
 from pipeline.model_source import resolve_models
 from pipeline.tokenizer_settings import read_tokenizer_settings
-from tools.bench.entries import parse_systems
+from tools.bench.entries import Entry, parse_systems
 from tools.bench.identity import fingerprint, model_identity, source_digest, versions
 from tools.bench.prompts import PromptText, read_sets
 from tools.distill.progress import say
@@ -25,6 +25,8 @@ from tools.predict.cells import Cell, CellKey
 from tools.predict.clockless import ClocklessEngine
 from tools.predict.settings import Study
 from tools.predict.store import CellStore
+
+_PLAN_KEY = "speculation.plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,12 @@ def make_plan(study: Study) -> Plan:
         if not entry.is_ours:
             raise ConfigError(f"systems: {entry.name} is another engine; expected named runs of this one")
         try:
-            config = compose([f"conf={entry.name}", *study.engine_arguments, *entry.overrides])
+            config = compose(_arguments(entry, study))
             check(config)
             if not config.speculation.prepare_outcomes:
                 raise ConfigError("this run prepares no outcomes; choose one that does, such as saguaro")
             if config.speculation.plan is PlanMode.auto:
-                raise ConfigError("speculation.plan=auto goes by the clock; expected speculation.plan=fixed")
+                raise ConfigError(f"{_PLAN_KEY}=auto goes by the clock; expected {_PLAN_KEY}=fixed")
             systems[entry.label] = resolve_models(config)
         except ConfigError as error:
             raise ConfigError(f"systems: {shown(entry.label)}: {error}") from None
@@ -89,6 +91,13 @@ def make_plan(study: Study) -> Plan:
     for prompt in read_sets(settings.prompts, num_prompts=settings.num_prompts):
         prompts.setdefault(prompt.set_name, []).append(prompt)
     return Plan(study=study, systems=systems, prompts=prompts)
+
+
+def _arguments(entry: Entry, study: Study) -> list[str]:
+    """For `compose`. A plan that goes by the clock gives way, where none is asked for."""
+    given = [*study.engine_arguments, *entry.overrides]
+    is_given = any(argument.startswith(f"{_PLAN_KEY}=") for argument in given)
+    return [f"conf={entry.name}", *given, *([] if is_given else [f"{_PLAN_KEY}={PlanMode.fixed.name}"])]
 
 
 def run_plan(plan: Plan, store: CellStore) -> list[Cell]:
