@@ -299,6 +299,8 @@ class Candidates(Message, frozen=True, kw_only=True):
     """[rows, width] int32."""
     candidate_log_probs: TensorRef
     """[rows, width] float32: as softmax(log q + g) has them; -inf where there is no candidate."""
+    is_filler: bool = False
+    """Whether the proposal answers a miss without the draft: what a look-up found, or nothing."""
 
 
 # --- to the detokenizer -------------------------------------------------------------------------------

@@ -411,6 +411,8 @@ class DraftSpeculator(Stage):
                 num_branches=self._planner.num_branches(),
                 candidate_ids=self._id_pool.write(ids),
                 candidate_log_probs=self._log_prob_pool.write(log_probs),
+                is_filler=request.source is ProposalSource.BACKUP
+                and all(node.log_prob is None for node in request.submitted),
             ),
         )
         request.phase = Phase.PLANNING

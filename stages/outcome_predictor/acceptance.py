@@ -19,11 +19,16 @@ class AcceptanceEstimate:
         self._accepted = 0.0
         self._trials = 0.0
 
-    def add(self, outcome: Outcome) -> None:
-        """Count one round: every accepted token is a success, the first rejected one a failure."""
+    def add(self, outcome: Outcome, *, was_rejected: bool | None = None) -> None:
+        """Count one round: every accepted token is a success, the first rejection a failure.
+
+        was_rejected: whether something was proposed below the accepted node. None takes the proposal for a
+            chain.
+        """
         if outcome.num_proposed == 0:
             return
-        was_rejected = outcome.num_accepted < outcome.num_proposed
+        if was_rejected is None:
+            was_rejected = outcome.num_accepted < outcome.num_proposed
         self._accepted = self._accepted * _DECAY + outcome.num_accepted
         self._trials = self._trials * _DECAY + outcome.num_accepted + was_rejected
 

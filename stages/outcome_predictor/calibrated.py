@@ -9,53 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-_TAUS = tuple(math.pow(2.0, step / 4) for step in range(-10, 7))
+from stages.outcome_predictor.candidates import RoundCandidates
+
+_TAUS = np.exp2(np.arange(-10, 7) / 4)
 """From 0.18 to 2.8."""
-_TAU_COLUMN = np.array(_TAUS)[:, None]
 _DECAY = 0.995
 """Per observed choice: two hundred of them are remembered."""
 _UNKNOWN = math.log(1e-4)
 """Log-probability of a token that the draft did not name."""
+_FLOOR = -1e30
+"""Below every log-probability; finite, so that a row without candidates makes no NaN."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundCandidates:
-    """What the speculator said of one round. Row 0 is the root, row i + 1 is node i."""
-
-    round_id: int
-    token_ids: list[int]
-    parents: list[int]
-    rows: list[dict[int, float]]
-    """Of each row the candidates and their log-probabilities, best first."""
-
-    def children(self) -> list[set[int]]:
-        """Tokens proposed below each row."""
-        below: list[set[int]] = [set() for _ in self.rows]
-        for token, parent in zip(self.token_ids, self.parents, strict=True):
-            below[parent + 1].add(token)
-        return below
+def sharpened(log_probs: NDArray[np.float64], tau: float) -> NDArray[np.float64]:
+    """Log-probabilities [rows, width] at temperature tau; each row sums to 1 over what it names."""
+    scaled = np.maximum(log_probs, _FLOOR) / tau
+    peak = scaled.max(axis=1, keepdims=True)
+    totals = np.exp(scaled - peak).sum(axis=1, keepdims=True)
+    normalised: NDArray[np.float64] = scaled - (peak + np.log(totals))
+    return normalised
 
 
-def sharpened(row: dict[int, float], tau: float) -> dict[int, float]:
-    """Log-probabilities of a row at temperature tau, summing to 1 over the tokens that it names."""
-    if not row:
-        return {}
-    scaled = [log_prob / tau for log_prob in row.values()]
-    peak = max(scaled)
-    total = peak + math.log(sum(math.exp(value - peak) for value in scaled))
-    return {token: value - total for token, value in zip(row, scaled, strict=True)}
+def path_log_probs(
+    log_probs: NDArray[np.float64], parents: Sequence[int], columns: Sequence[int]
+) -> list[float]:
+    """Log-probability that each row's node is reached; 0 for the root.
 
-
-def path_log_probs(rows: Sequence[dict[int, float]], token_ids: list[int], parents: list[int]) -> list[float]:
-    """Log-probability that each row's node is reached; 0 for the root."""
+    log_probs: [rows, width]; parents, columns: of each node, as in `RoundCandidates`.
+    """
     reach = [0.0]
-    for token, parent in zip(token_ids, parents, strict=True):
-        reach.append(reach[parent + 1] + rows[parent + 1].get(token, _UNKNOWN))
+    for parent, column in zip(parents, columns, strict=True):
+        step = _UNKNOWN if column < 0 else float(log_probs[parent + 1, column])
+        reach.append(reach[parent + 1] + step)
     return reach
 
 
@@ -63,16 +52,24 @@ def likeliest_outcomes(
     candidates: RoundCandidates, *, tau: float, budget: int
 ) -> list[tuple[int, int, float]]:
     """The `budget` likeliest outcomes (node, bonus token, log-probability), best first; the root is -1."""
-    rows = [sharpened(row, tau) for row in candidates.rows]
-    reach = path_log_probs(rows, candidates.token_ids, candidates.parents)
-    outcomes = [
-        (reach[index] + log_prob, index - 1, token)
-        for index, (row, proposed) in enumerate(zip(rows, candidates.children(), strict=True))
-        for token, log_prob in row.items()
-        if token not in proposed
+    rows = sharpened(candidates.log_probs, tau)
+    reach = path_log_probs(rows, candidates.parents, candidates.columns)
+    scores = rows + np.array(reach)[:, None]
+    scores[candidates.is_child | (candidates.ids < 0)] = -math.inf
+    return best_of(scores, candidates.ids, budget)
+
+
+def best_of(scores: NDArray[np.float64], ids: NDArray[np.int32], budget: int) -> list[tuple[int, int, float]]:
+    """The `budget` best entries (row - 1, token, score) of [rows, width], best first; -inf is never one."""
+    width = scores.shape[1]
+    order = np.argsort(-scores, axis=None, kind="stable")[:budget]
+    return [
+        (place // width - 1, token, score)
+        for place, token, score in zip(
+            order.tolist(), ids.flat[order].tolist(), scores.flat[order].tolist(), strict=True
+        )
+        if score > -math.inf
     ]
-    outcomes.sort(key=lambda outcome: -outcome[0])
-    return [(node, token, log_prob) for log_prob, node, token in outcomes[:budget]]
 
 
 class TauEstimate:
@@ -86,17 +83,19 @@ class TauEstimate:
         """1 before anything was seen."""
         if not self._log_likelihood.any():
             return 1.0
-        return _TAUS[int(self._log_likelihood.argmax())]
+        return float(_TAUS[self._log_likelihood.argmax()])
 
     def add(self, candidates: RoundCandidates, *, accepted_node: int, bonus_token: int) -> None:
         """Learn from what the target chose along the accepted path, the bonus token included."""
-        node, token = accepted_node, bonus_token
+        node, column = accepted_node, candidates.column_of(accepted_node + 1, bonus_token)
         while True:
-            row = candidates.rows[node + 1]
-            if token in row:
-                scaled = np.fromiter(row.values(), np.float64) / _TAU_COLUMN
-                gains = row[token] / _TAU_COLUMN[:, 0] - np.logaddexp.reduce(scaled, axis=1)
-                self._log_likelihood = self._log_likelihood * _DECAY + gains
+            if column is not None and column >= 0:
+                self._add_choice(candidates.log_probs[node + 1], column)
             if node < 0:
                 return
-            node, token = candidates.parents[node], candidates.token_ids[node]
+            node, column = candidates.parents[node], candidates.columns[node]
+
+    def _add_choice(self, log_probs: NDArray[np.float64], column: int) -> None:
+        scaled = log_probs / _TAUS[:, None]
+        gains = scaled[:, column] - np.logaddexp.reduce(scaled, axis=1)
+        self._log_likelihood = self._log_likelihood * _DECAY + gains

@@ -77,8 +77,22 @@ def round_to_budget(weights: Sequence[float], budget: int) -> list[int]:
     return counts
 
 
-def fan_outs(policy: FanOut, nodes: Nodes, *, budget: int, acceptance: float, power: float) -> list[int]:
-    """Bonus tokens to prepare after the root and after every node; sums to `budget`."""
+def fan_outs(
+    policy: FanOut,
+    nodes: Nodes,
+    *,
+    budget: int,
+    acceptance: float,
+    power: float,
+    is_filler: bool = False,
+) -> list[int]:
+    """Bonus tokens to prepare after the root and after every node; sums to `budget`.
+
+    is_filler: no draft stands behind the proposal, so that hardly any of it will be accepted: everything
+        goes to the root.
+    """
+    if is_filler:
+        return [budget] + [0] * (len(nodes.depths) - 1)
     if policy is FanOut.uniform:
         return round_to_budget([1.0] * len(nodes.depths), budget)
     if policy is FanOut.geometric:

@@ -7,28 +7,23 @@ the acceptance statistics. It imports no torch: it shares a core with the draft,
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
 
 from conf.schema import FanOut, RunConfig
-from kernels.tree import check_tree
-from pipeline.errors import ProtocolError
 from pipeline.messages import Candidates, EndDraft, Outcome, Plan, PredictorMessage, StageName
 from pipeline.spans import SpanKind
 from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
-from stages.outcome_predictor.acceptance import AcceptanceEstimate
-from stages.outcome_predictor.calibrated import (
-    RoundCandidates,
-    TauEstimate,
-    likeliest_outcomes,
-    path_log_probs,
-)
+from stages.outcome_predictor.calibrated import TauEstimate, likeliest_outcomes, path_log_probs
+from stages.outcome_predictor.candidates import RoundCandidates, read_candidates
 from stages.outcome_predictor.fan_out import Nodes, choose_outcomes, fan_outs
+from stages.outcome_predictor.statistics import OutcomeStatistics
 
-_POWER = 1.0
-"""r of the power law."""
+_ROUNDS_KEPT = 2
+"""A request: an outcome may come after the candidates of the round that follows it."""
 
 
 class OutcomePredictor(Stage):
@@ -42,12 +37,14 @@ class OutcomePredictor(Stage):
         self._outbox = context.outbox
         self._spans = context.spans
         self._pools: Mapping[str, TensorPool] = {}
-        self._acceptance: dict[str, AcceptanceEstimate] = {}
-        self._overall = AcceptanceEstimate()
+        self._overall = OutcomeStatistics(self._budget)
         """Across requests."""
         self._tau = TauEstimate()
-        self._rounds: dict[str, RoundCandidates] = {}
-        """The last round of each request that was planned, until its outcome comes."""
+        """Across requests, too: it belongs to the pair of models more than to a text."""
+        self._statistics: dict[str, OutcomeStatistics] = {}
+        """Of each request."""
+        self._rounds: deque[tuple[str, RoundCandidates]] = deque(maxlen=_ROUNDS_KEPT * config.max_requests)
+        """The last rounds that were planned, for what their outcomes teach."""
 
     def setup(self) -> None:
         """Nothing to load."""
@@ -58,7 +55,7 @@ class OutcomePredictor(Stage):
 
     def close(self) -> None:
         """Forget the statistics."""
-        self._acceptance.clear()
+        self._statistics.clear()
         self._rounds.clear()
 
     def handle(self, message: PredictorMessage) -> None:
@@ -69,33 +66,36 @@ class OutcomePredictor(Stage):
             case Outcome():
                 self._learn(message)
             case EndDraft():
-                self._acceptance.pop(message.request_id, None)
-                self._rounds.pop(message.request_id, None)
+                self._statistics.pop(message.request_id, None)
 
     def _learn(self, outcome: Outcome) -> None:
-        self._estimate_of(outcome.request_id).add(outcome)
-        self._overall.add(outcome)
-        candidates = self._rounds.pop(outcome.request_id, None)
-        # Candidates that come after their outcome teach nothing.
-        if candidates is not None and candidates.round_id == outcome.round_id:
+        candidates = self._candidates_of(outcome)
+        statistics = self._statistics.get(outcome.request_id)
+        if statistics is None:  # a request starts from what was learned from all before it
+            statistics = OutcomeStatistics(self._budget, before=self._overall)
+            self._statistics[outcome.request_id] = statistics
+        statistics.add(outcome, candidates)
+        self._overall.add(outcome, candidates)
+        if candidates is not None:
             self._tau.add(candidates, accepted_node=outcome.accepted_node, bonus_token=outcome.bonus_token)
 
-    def _estimate_of(self, request_id: str) -> AcceptanceEstimate:
-        """A request starts from what was learned from all before it."""
-        estimate = self._acceptance.get(request_id)
-        if estimate is None:
-            estimate = self._acceptance[request_id] = AcceptanceEstimate(self._overall.value)
-        return estimate
+    def _candidates_of(self, outcome: Outcome) -> RoundCandidates | None:
+        """What was known of the outcome's round; None if that comes too late, or names no such node."""
+        for request_id, known in self._rounds:
+            if (request_id, known.round_id) == (outcome.request_id, outcome.round_id):
+                return known if -1 <= outcome.accepted_node < len(known.parents) else None
+        return None
 
     def _plan(self, message: Candidates) -> None:
         start_ns = time.monotonic_ns()
-        candidates = self._read(message)
+        candidates = read_candidates(message, self._pools)
+        self._rounds.append((message.request_id, candidates))
+        statistics = self._statistics.get(message.request_id, self._overall)
         budget = min(message.num_branches, self._budget)
         if self._policy is FanOut.calibrated:
             outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=budget)
-            self._rounds[message.request_id] = candidates
         else:
-            outcomes = self._fixed_shares(message.request_id, candidates, budget)
+            outcomes = self._fixed_shares(candidates, statistics, budget)
         if self._spans.is_on:
             self._spans.add(
                 SpanKind.PLAN,
@@ -116,39 +116,22 @@ class OutcomePredictor(Stage):
             ),
         )
 
-    def _read(self, message: Candidates) -> RoundCandidates:
-        """What the message says and points to. Raises `ProtocolError`, or `StaleTensor` if it is too late."""
-        fault = check_tree(message.token_ids, message.parents, vocab_size=1 << 31)
-        refs = (message.candidate_ids, message.candidate_log_probs)
-        pools = [self._pools.get(ref.pool) for ref in refs]
-        if fault is None and None in pools:
-            fault = f"there is no pool {refs[pools.index(None)].pool!r}"
-        if fault is not None:
-            raise ProtocolError(f"candidates for request {message.request_id}: {fault}")
-        # A StaleTensor here means that the round is over; the runtime counts it, and no plan is owed.
-        ids, log_probs = (pool.read(ref) for pool, ref in zip(pools, refs, strict=True) if pool is not None)
-        num_rows = len(message.token_ids) + 1
-        rows = [
-            {token: log_prob for token, log_prob in zip(tokens, values, strict=True) if token >= 0}
-            for tokens, values in zip(ids[:num_rows].tolist(), log_probs[:num_rows].tolist(), strict=True)
-        ]
-        return RoundCandidates(
-            round_id=message.round_id, token_ids=message.token_ids, parents=message.parents, rows=rows
-        )
-
     def _fixed_shares(
-        self, request_id: str, candidates: RoundCandidates, budget: int
+        self, candidates: RoundCandidates, statistics: OutcomeStatistics, budget: int
     ) -> list[tuple[int, int, float]]:
         """`uniform` and `geometric`: every node has a share of the budget."""
-        bonuses = [
-            [token for token in row if token not in proposed]
-            for row, proposed in zip(candidates.rows, candidates.children(), strict=True)
-        ]
-        reach = path_log_probs(candidates.rows, candidates.token_ids, candidates.parents)
+        reach = path_log_probs(candidates.log_probs, candidates.parents, candidates.columns)
         nodes = Nodes.tree(candidates.parents, reach)
-        acceptance = self._acceptance.get(request_id, self._overall).value
-        counts = fan_outs(self._policy, nodes, budget=budget, acceptance=acceptance, power=_POWER)
-        return choose_outcomes(bonuses, counts, nodes, acceptance=acceptance, power=_POWER)
+        acceptance, power = statistics.acceptance.value, statistics.power_law.power
+        counts = fan_outs(
+            self._policy,
+            nodes,
+            budget=budget,
+            acceptance=acceptance,
+            power=power,
+            is_filler=candidates.is_filler,
+        )
+        return choose_outcomes(candidates.bonuses(), counts, nodes, acceptance=acceptance, power=power)
 
 
 def build(context: StageContext) -> OutcomePredictor:

@@ -77,13 +77,13 @@ class _Setup:
         return [self.outbox.plans[-1].nodes.count(node) for node in (-1, 0, 1)]
 
 
-def _outcome(request_id: str, num_accepted: int) -> Outcome:
+def _outcome(request_id: str, num_accepted: int, *, bonus_token: int = 1, round_id: int = 1) -> Outcome:
     return Outcome(
         request_id=request_id,
-        round_id=1,
+        round_id=round_id,
         committed_len=9,
         accepted_node=num_accepted - 1,
-        bonus_token=1,
+        bonus_token=bonus_token,
         num_accepted=num_accepted,
         num_proposed=2,
     )
@@ -169,3 +169,82 @@ def test_an_outcome_that_the_draft_did_not_name_teaches_nothing_and_breaks_nothi
     setup.predictor.handle(_outcome("unknown", 0))
     setup.predictor.handle(setup.candidates())
     assert len(setup.outbox.plans) == 2
+
+
+@pytest.mark.parametrize("fan_out", [FanOut.uniform, FanOut.geometric])
+def test_after_a_filler_the_whole_budget_goes_to_the_root(fan_out: FanOut) -> None:
+    setup = _Setup(fan_out)
+    setup.predictor.handle(setup.candidates(is_filler=True))
+    plan = setup.outbox.plans[-1]
+    # Row 0 holds 0..4, of which 0 is proposed.
+    assert list(zip(plan.nodes, plan.token_ids, strict=True)) == [(-1, 1), (-1, 2), (-1, 3), (-1, 4)]
+    setup.predictor.handle(setup.candidates())
+    assert set(setup.outbox.plans[-1].nodes) == {-1, 0, 1}
+
+
+def test_what_a_filler_had_accepted_says_nothing_about_the_draft() -> None:
+    setup = _Setup()
+    before = setup.shares()
+    for _ in range(100):
+        setup.predictor.handle(setup.candidates(is_filler=True))
+        setup.predictor.handle(_outcome("a", 0, round_id=3))
+    assert setup.shares() == before
+
+
+def test_the_exponent_of_the_miss_rate_is_learned_for_a_request_and_for_those_after_it() -> None:
+    """Of 50 bonus tokens 25, 20, 4, 1 are first to fourth choices: the miss rate falls as F^-2 or faster."""
+    setup = _Setup()
+
+    def ratio(request_id: str) -> float:
+        """How much likelier the first choice after the root is held to be than the second one."""
+        setup.predictor.handle(setup.candidates(request_id, token_ids=[], parents=[]))
+        first, second = setup.outbox.plans[-1].log_probs[:2]
+        return math.exp(first - second)
+
+    assert ratio("a") == pytest.approx(4.0)  # 2^(1 + r) at r = 1
+    choices = [*[0] * 25, *[1] * 20, *[2] * 4, 3]
+    for number in range(200):
+        setup.predictor.handle(setup.candidates(token_ids=[], parents=[]))
+        bonus_token = choices[number * 7 % len(choices)]
+        setup.predictor.handle(_outcome("a", 0, bonus_token=bonus_token, round_id=3))
+    assert ratio("a") > 4.5
+    setup.predictor.handle(EndDraft(request_id="a"))
+    assert ratio("b") > 4.5
+
+
+def test_an_outcome_may_come_after_the_candidates_of_the_next_round() -> None:
+    """As it does when the target is slow: the verifier tells the predictor last."""
+    early, late = _Setup(FanOut.calibrated), _Setup(FanOut.calibrated)
+    for round_id in range(40):
+        early.predictor.handle(early.candidates(round_id=round_id))
+        early.predictor.handle(_outcome("a", 2, bonus_token=10, round_id=round_id))
+        late.predictor.handle(late.candidates(round_id=round_id))
+        late.predictor.handle(_outcome("a", 2, bonus_token=10, round_id=round_id - 1))
+    for setup in (early, late):
+        setup.predictor.handle(setup.candidates(round_id=41))
+    last = [setup.outbox.plans[-1].log_probs for setup in (early, late)]
+    assert last[0] == pytest.approx(last[1], abs=0.05)
+    assert last[0] != pytest.approx(early.outbox.plans[0].log_probs, abs=0.05)
+
+
+@pytest.mark.parametrize("fan_out", list(FanOut))
+def test_a_predictor_that_was_restarted_plans_without_its_statistics(fan_out: FanOut) -> None:
+    """It first hears of a request in the middle of it, and of outcomes whose candidates it never saw."""
+    fresh, restarted = _Setup(fan_out), _Setup(fan_out)
+    restarted.predictor.handle(_outcome("a", 1, round_id=7))
+    restarted.predictor.handle(restarted.candidates(round_id=8))
+    fresh.predictor.handle(fresh.candidates(round_id=8))
+    assert set(restarted.outbox.plans[0].token_ids) == set(fresh.outbox.plans[0].token_ids)
+    restarted.predictor.handle(EndDraft(request_id="a"))
+
+
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    setup = _Setup(FanOut.calibrated)
+    for number in range(50):
+        name = f"request {number}"
+        setup.predictor.handle(setup.candidates(name))
+        setup.predictor.handle(_outcome(name, 0, round_id=3))
+        setup.predictor.handle(EndDraft(request_id=name))
+        setup.predictor.handle(setup.candidates(name))  # late, after the end
+    predictor = setup.predictor
+    assert len(predictor._statistics) + len(predictor._rounds) <= 2

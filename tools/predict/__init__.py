@@ -1,0 +1,1 @@
+"""`python -m tools.predict`: compares policies of outcome prediction. See `tools.predict.command`."""
