@@ -1,0 +1,112 @@
+"""The laws of an emulated target and its draft: pure functions of the context.
+
+A context is a 64-bit hash of its tokens, and whether its next token is an *easy* or a *hard* one: a Markov
+chain along the text, so that both come in stretches. The target ranks 64 candidates, drawn by the hash:
+
+    logit of the candidate of rank i (1, 2, ...) = -draft_error * beta * log i     target
+                                                 = that + draft_error * g_i        draft; g_i: Gumbel noise
+
+The draft's best token is then the target's best with probability 1 / zeta(beta), zeta over 64 ranks (the
+Gumbel-max identity). beta is log-normal from token to token, with deviation `spread`, around a median that is
+fitted to the wanted acceptance, apart for easy and hard tokens. So where the target is sure of its token the
+draft is sure too, and right; where the draft is wrong, the target's token stands near the top of its list, with
+a tail like a power law; and at temperature 1 the flat rows lose most. Everything else is left out: text does
+not repeat itself, and a look-up in it finds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from conf.schema import EmulatedConfig
+from kernels.noise import gumbel_noise_for_seeds, stream_key
+
+NUM_CANDIDATES = 64
+_FLOOR = -1000.0
+"""Logit of a token that is no candidate."""
+_MOST_BETA = 100.0
+"""The rank after the first is then 2**-100 as likely."""
+_MASK63 = (1 << 63) - 1
+_STREAM_STATE, _STREAM_IDS, _STREAM_BETA, _STREAM_ERROR = 1, 2, 3, 4
+"""Positions of `kernels.noise` are used as names of independent streams."""
+
+
+class EmulatedLaw:
+    """Logits of both models. Each process makes its own from the same settings, and they agree."""
+
+    def __init__(self, config: EmulatedConfig) -> None:
+        self._config = config
+        ranks = torch.arange(1, NUM_CANDIDATES + 1, dtype=torch.float64)
+        self._log_ranks = ranks.log()
+        self._median_betas = torch.tensor(
+            [
+                fit_beta(config.hard_acceptance, spread=config.spread),
+                fit_beta(config.easy_acceptance, spread=config.spread),
+            ],
+            dtype=torch.float64,
+        )
+        self._ids = torch.arange(NUM_CANDIDATES)
+        self._start = stream_key(config.seed, 0)
+        share, stretch = config.easy_share, config.easy_stretch
+        self._to_hard = 1 / stretch if share < 1 else 0.0
+        self._to_easy = self._to_hard * share / (1 - share) if share < 1 else 1.0
+
+    def extend(self, context: tuple[int, bool] | None, token_id: int) -> tuple[int, bool]:
+        """The context after one token more; None is the empty context. (hash, whether the next is easy)."""
+        before = self._start if context is None else context[0]
+        hashed = stream_key(before, token_id)
+        uniform = (stream_key(hashed, _STREAM_STATE) >> 11) * 2.0**-53
+        if context is None:
+            return hashed, uniform < self._config.easy_share
+        return hashed, uniform >= self._to_hard if context[1] else uniform < self._to_easy
+
+    def logits(self, hashes: Tensor, is_easy: Tensor, *, has_error: bool, dtype: torch.dtype) -> Tensor:
+        """Logits after each context.
+
+        hashes: [R] int64, the bits of the hashes. is_easy: [R] bool. has_error: the draft's, not the
+            target's.
+        Returns [R, vocab] of `dtype`.
+        """
+        vocab_size = self._config.vocab_size
+        keys = hashes & _MASK63
+        beta = self._betas(keys, is_easy)
+        values = -beta[:, None] * self._log_ranks
+        if has_error:
+            values += gumbel_noise_for_seeds(keys, _STREAM_ERROR, self._ids)
+        values *= self._config.draft_error
+        draws = self._uniforms(keys, _STREAM_IDS, 2)
+        first = (draws[:, :1] * vocab_size).to(torch.int64)
+        # Steps this short never come back to where they began, so the candidates differ.
+        step = 1 + (draws[:, 1:] * ((vocab_size - 1) // NUM_CANDIDATES)).to(torch.int64)
+        token_ids = (first + step * self._ids) % vocab_size
+        rows = torch.full((len(hashes), vocab_size), _FLOOR, dtype=dtype)
+        return rows.scatter_(1, token_ids, values.to(dtype))
+
+    def _betas(self, keys: Tensor, is_easy: Tensor) -> Tensor:
+        normal: Tensor = torch.special.ndtri(self._uniforms(keys, _STREAM_BETA, 1)[:, 0])
+        medians = self._median_betas[is_easy.to(torch.int64)]
+        betas: Tensor = medians * (self._config.spread * normal).exp_()
+        return betas.clamp_(max=_MOST_BETA)
+
+    def _uniforms(self, keys: Tensor, stream: int, count: int) -> Tensor:
+        """[R, count] uniforms inside (0, 1)."""
+        # Gumbel noise is -log(-log u): undo it.
+        return gumbel_noise_for_seeds(keys, stream, self._ids[:count]).neg_().exp_().neg_().exp_()
+
+
+def fit_beta(acceptance: float, *, spread: float) -> float:
+    """The median of beta for which 1 / zeta(beta) comes to `acceptance`, on average over its log-normal law."""
+    quantiles = [NormalDist().inv_cdf((index + 0.5) / 200) for index in range(200)]
+    factors = torch.tensor([math.exp(spread * quantile) for quantile in quantiles], dtype=torch.float64)
+    log_ranks = torch.arange(1, NUM_CANDIDATES + 1, dtype=torch.float64).log()
+    low, high = 0.0, _MOST_BETA
+    for _ in range(50):
+        middle = (low + high) / 2
+        betas = (middle * factors).clamp_(max=_MOST_BETA)
+        reached = float((-betas[:, None] * log_ranks).exp_().sum(dim=1).reciprocal_().mean())
+        low, high = (middle, high) if reached < acceptance else (low, middle)
+    return high
