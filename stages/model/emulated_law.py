@@ -7,11 +7,11 @@ chain along the text, so that both come in stretches. The target ranks 64 candid
                                                  = that + draft_error * g_i        draft; g_i: Gumbel noise
 
 The draft's best token is then the target's best with probability 1 / zeta(beta), zeta over 64 ranks (the
-Gumbel-max identity). beta is log-normal from token to token, with deviation `spread`, around a median that is
-fitted to the wanted acceptance, apart for easy and hard tokens. So where the target is sure of its token the
-draft is sure too, and right; where the draft is wrong, the target's token stands near the top of its list, with
-a tail like a power law; and at temperature 1 the flat rows lose most. Everything else is left out: text does
-not repeat itself, and a look-up in it finds nothing.
+Gumbel-max identity). beta is log-normal from token to token, with deviation `spread`, around a median that
+is fitted to the wanted acceptance, apart for easy and hard tokens. So where the target is sure of its token
+the draft is sure too, and right; where the draft is wrong, the target's token stands near the top of its
+list, with a tail like a power law; and at temperature 1 the flat rows lose most. Everything else is left
+out: text does not repeat itself, and a look-up in it finds nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EmulatedLaw:
 
 
 def fit_beta(acceptance: float, *, spread: float) -> float:
-    """The median of beta for which 1 / zeta(beta) comes to `acceptance`, on average over its log-normal law."""
+    """The median of beta for which 1 / zeta(beta) comes to `acceptance` on average."""
     quantiles = [NormalDist().inv_cdf((index + 0.5) / 200) for index in range(200)]
     factors = torch.tensor([math.exp(spread * quantile) for quantile in quantiles], dtype=torch.float64)
     log_ranks = torch.arange(1, NUM_CANDIDATES + 1, dtype=torch.float64).log()

@@ -1,9 +1,9 @@
 """Emulated hardware: a runner whose forwards cost nearly nothing and last what a table says.
 
-It has the interface of `ModelRunner`, so that verifier and draft run on it unchanged: the same batches, masks,
-KV pages and moves. A KV slot holds the hash of the context up to its token (`stages.model.emulated_law`), and a
-row finds its context in the last slot that it sees. A wrong mask, slot or move therefore gives another text,
-as it would with a real model.
+It has the interface of `ModelRunner`, so that verifier and draft run on it unchanged: the same batches,
+masks, KV pages and moves. A KV slot holds the hash of the context up to its token (`emulated_law`), and a
+row finds its context in the last slot that it sees. A wrong mask, slot or move therefore gives another
+text, as it would with a real model.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _parent_slots(sequence: SequenceRows) -> list[int]:
     parents = []
     for slot, visible in zip(slots, sequence.mask.numpy(), strict=True):
         seen = np.flatnonzero(visible)
-        assert len(seen) > 0 and seen[-1] == slot - start, f"the row of slot {slot} does not see itself last"
+        assert len(seen) > 0, f"the row of slot {slot} sees nothing of the tail"
+        assert seen[-1] == slot - start, f"the row of slot {slot} does not see itself last"
         parents.append(start + int(seen[-2]) if len(seen) > 1 else start - 1)
     return parents
 
