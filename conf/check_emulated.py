@@ -11,7 +11,7 @@ from conf.limits import MAX_WHOLE_NUMBER
 from conf.schema import DraftKind, EmulatedConfig, RunConfig
 
 LEAST_VOCABULARY = 512
-"""256 bytes and as many words; a law names 64 candidates."""
+"""256 bytes and as many words; the laws of a row name 128 candidates."""
 MOST_VOCABULARY = 2**18
 _MOST_MS = 3.6e6
 
@@ -51,6 +51,7 @@ def _check_law(emulated: EmulatedConfig) -> None:
         ("easy_stretch", 1.0, 1e9),
         ("spread", 0.0, 3.0),
         ("draft_error", 0.01, 100.0),
+        ("draft_blindness", 0.0, 1.0),
         ("time_scale", 0.0, 1000.0),
         ("vocab_size", LEAST_VOCABULARY, MOST_VOCABULARY),
         ("seed", 0, MAX_WHOLE_NUMBER),

@@ -116,15 +116,18 @@ class EmulatedConfig:
     """How often the draft's best token is the target's best (temperature 0), in easy stretches of text."""
     hard_acceptance: float = 0.7
     """The same in hard stretches."""
-    easy_share: float = 0.7
+    easy_share: float = 0.75
     """Share of the tokens that lie in easy stretches."""
-    easy_stretch: float = 60.0
+    easy_stretch: float = 40.0
     """Mean length of an easy stretch, in tokens. That of a hard one follows from the share."""
-    spread: float = 0.65
+    spread: float = 0.8
     """How unequal the tokens of one stretch are. More makes the bonus after a rejection harder to predict."""
     draft_error: float = 1.0
-    """Size of the error of the draft's logits. At temperature 0 only the order counts, and nothing changes;
-    at temperature 1 less means flatter laws, so a lower acceptance and fewer hits."""
+    """Size of the error of the draft's logits, and with it of the target's gaps: acceptance and hits at
+    temperature 0 stay as they are, at temperature 1 less means flatter laws."""
+    draft_blindness: float = 0.6
+    """Share of the target's candidates, its best left out, for which the draft has other tokens. Changes
+    nothing at temperature 0; at temperature 1 more means fewer hits."""
 
 
 @dataclass

@@ -10,8 +10,9 @@ The draft's best token is then the target's best with probability 1 / zeta(beta)
 Gumbel-max identity). beta is log-normal from token to token, with deviation `spread`, around a median that
 is fitted to the wanted acceptance, apart for easy and hard tokens. So where the target is sure of its token
 the draft is sure too, and right; where the draft is wrong, the target's token stands near the top of its
-list, with a tail like a power law; and at temperature 1 the flat rows lose most. Everything else is left
-out: text does not repeat itself, and a look-up in it finds nothing.
+list, with a tail like a power law; and at temperature 1 the flat rows lose most, the more so as the draft has
+other tokens in place of a share of the target's candidates (`draft_blindness`). Everything else is left out:
+text does not repeat itself, and a look-up in it finds nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FLOOR = -1000.0
 _MOST_BETA = 100.0
 """The rank after the first is then 2**-100 as likely."""
 _MASK63 = (1 << 63) - 1
-_STREAM_STATE, _STREAM_IDS, _STREAM_BETA, _STREAM_ERROR = 1, 2, 3, 4
+_STREAM_STATE, _STREAM_LOGITS = 1, 2
 """Positions of `kernels.noise` are used as names of independent streams."""
 
 
@@ -40,8 +41,8 @@ class EmulatedLaw:
 
     def __init__(self, config: EmulatedConfig) -> None:
         self._config = config
-        ranks = torch.arange(1, NUM_CANDIDATES + 1, dtype=torch.float64)
-        self._log_ranks = ranks.log()
+        self._ranks = torch.arange(NUM_CANDIDATES)
+        self._log_ranks = torch.arange(1, NUM_CANDIDATES + 1, dtype=torch.float64).log()
         self._median_betas = torch.tensor(
             [
                 fit_beta(config.hard_acceptance, spread=config.spread),
@@ -49,7 +50,8 @@ class EmulatedLaw:
             ],
             dtype=torch.float64,
         )
-        self._ids = torch.arange(NUM_CANDIDATES)
+        # Drawn for each row: beta, two numbers for the ids; of the draft also error and blindness by rank.
+        self._columns = torch.arange(3 + 2 * NUM_CANDIDATES)
         self._start = stream_key(config.seed, 0)
         share, stretch = config.easy_share, config.easy_stretch
         self._to_hard = 1 / stretch if share < 1 else 0.0
@@ -71,31 +73,26 @@ class EmulatedLaw:
             target's.
         Returns [R, vocab] of `dtype`.
         """
-        vocab_size = self._config.vocab_size
-        keys = hashes & _MASK63
-        beta = self._betas(keys, is_easy)
-        values = -beta[:, None] * self._log_ranks
-        if has_error:
-            values += gumbel_noise_for_seeds(keys, _STREAM_ERROR, self._ids)
-        values *= self._config.draft_error
-        draws = self._uniforms(keys, _STREAM_IDS, 2)
-        first = (draws[:, :1] * vocab_size).to(torch.int64)
-        # Steps this short never come back to where they began, so the candidates differ.
-        step = 1 + (draws[:, 1:] * ((vocab_size - 1) // NUM_CANDIDATES)).to(torch.int64)
-        token_ids = (first + step * self._ids) % vocab_size
-        rows = torch.full((len(hashes), vocab_size), _FLOOR, dtype=dtype)
-        return rows.scatter_(1, token_ids, values.to(dtype))
-
-    def _betas(self, keys: Tensor, is_easy: Tensor) -> Tensor:
-        normal: Tensor = torch.special.ndtri(self._uniforms(keys, _STREAM_BETA, 1)[:, 0])
+        config, keys = self._config, hashes & _MASK63
+        noise = gumbel_noise_for_seeds(keys, _STREAM_LOGITS, self._columns[: None if has_error else 3])
+        # Gumbel noise is -log(-log u): undo it where u is wanted.
+        uniforms = noise.neg().exp_().neg_().exp_()
         medians = self._median_betas[is_easy.to(torch.int64)]
-        betas: Tensor = medians * (self._config.spread * normal).exp_()
-        return betas.clamp_(max=_MOST_BETA)
-
-    def _uniforms(self, keys: Tensor, stream: int, count: int) -> Tensor:
-        """[R, count] uniforms inside (0, 1)."""
-        # Gumbel noise is -log(-log u): undo it.
-        return gumbel_noise_for_seeds(keys, stream, self._ids[:count]).neg_().exp_().neg_().exp_()
+        betas = medians * (config.spread * torch.special.ndtri(uniforms[:, 0])).exp_()
+        values = -betas.clamp_(max=_MOST_BETA)[:, None] * self._log_ranks
+        places = self._ranks
+        if has_error:
+            values += noise[:, 3 : 3 + NUM_CANDIDATES]
+            is_unknown = uniforms[:, 3 + NUM_CANDIDATES :] < config.draft_blindness
+            is_unknown[:, 0] = False
+            places = places + NUM_CANDIDATES * is_unknown
+        values *= config.draft_error
+        first = (uniforms[:, 1:2] * config.vocab_size).to(torch.int64)
+        # Steps this short never come back to where they began, so the candidates differ.
+        longest = (config.vocab_size - 1) // (2 * NUM_CANDIDATES)
+        token_ids = (first + (1 + (uniforms[:, 2:3] * longest).to(torch.int64)) * places) % config.vocab_size
+        logits = torch.full((len(hashes), config.vocab_size), _FLOOR, dtype=dtype)
+        return logits.scatter_(1, token_ids, values.to(dtype))
 
 
 def fit_beta(acceptance: float, *, spread: float) -> float:
