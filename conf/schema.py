@@ -108,7 +108,7 @@ class EmulatedConfig:
     """What such a forward lasts."""
     time_scale: float = 1.0
     """All times are multiplied by it; 0: as fast as they can be computed."""
-    vocab_size: int = 2048
+    vocab_size: int = 1024
     """Token ids of both models; the first 256 are bytes."""
     seed: int = 1
     """Of both laws; another seed is another pair of models."""

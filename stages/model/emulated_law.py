@@ -27,8 +27,8 @@ from conf.schema import EmulatedConfig
 from kernels.noise import gumbel_noise_for_seeds, stream_key
 
 NUM_CANDIDATES = 64
-_FLOOR = -1000.0
-"""Logit of a token that is no candidate."""
+_FLOOR, _LEAST = -80.0, -60.0
+"""Logits of a token that is no candidate, and least of a candidate. Below, exp would be ten times slower."""
 _MOST_BETA = 100.0
 """The rank after the first is then 2**-100 as likely."""
 _MASK63 = (1 << 63) - 1
@@ -86,7 +86,7 @@ class EmulatedLaw:
             is_unknown = uniforms[:, 3 + NUM_CANDIDATES :] < config.draft_blindness
             is_unknown[:, 0] = False
             places = places + NUM_CANDIDATES * is_unknown
-        values *= config.draft_error
+        values.mul_(config.draft_error).clamp_(min=_LEAST)
         first = (uniforms[:, 1:2] * config.vocab_size).to(torch.int64)
         # Steps this short never come back to where they began, so the candidates differ.
         longest = (config.vocab_size - 1) // (2 * NUM_CANDIDATES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -49,7 +50,7 @@ def test_the_draft_agrees_as_often_as_was_asked_for_easy_and_hard_tokens():
 def test_easy_stretches_have_the_share_and_the_length_that_was_asked_for():
     law = EmulatedLaw(replace(CONFIG, easy_share=0.75, easy_stretch=10.0))
     is_easy = [easy for _, easy in contexts(law, 40000)]
-    stretches = 1 + sum(a and not b for a, b in zip(is_easy, is_easy[1:], strict=False))
+    stretches = 1 + sum(a and not b for a, b in itertools.pairwise(is_easy))
     assert abs(sum(is_easy) / len(is_easy) - 0.75) < 0.02
     assert abs(sum(is_easy) / stretches - 10.0) < 1.0
 

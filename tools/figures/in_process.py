@@ -1,7 +1,7 @@
-"""Runs a configuration in one thread, the draft always ahead: every branch is finished when its outcome comes.
+"""Runs a configuration in one thread, the draft always ahead: every branch is done when its outcome comes.
 
-For figures about predictions, not about time: the same stages and messages as in a real run, but no clock has a say
-in what is ready, so that the same seed gives the same figures on every machine.
+For figures about predictions, not about time: the same stages and messages as in a real run, but no clock has
+a say in what is ready, so that the same seed gives the same figures on every machine.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def run_in_process(
 ) -> Rounds:
     """Answer the prompts, as many at once as the configuration allows.
 
-    config: with resolved models. prompts: token ids. sampling: of the prompt with this index. order_seed: draws
-    the order of deliveries and work, for tests; None: the draft side goes first.
+    config: with resolved models. prompts: token ids. sampling: of the prompt with this index. order_seed:
+    draws the order of deliveries and work, for tests; None: the draft side goes first.
     Raises `RequestError` for a prompt that cannot be served.
     """
     recorder = _Recorder()
