@@ -10,7 +10,14 @@ from statistics import mean
 from conf.schema import RunConfig
 from pipeline.engine import Engine
 from pipeline.errors import EngineDead, RequestError
-from pipeline.messages import ProposalSource, RequestFailed, RequestFinished, RequestMetrics, Sampling, TextBlock
+from pipeline.messages import (
+    ProposalSource,
+    RequestFailed,
+    RequestFinished,
+    RequestMetrics,
+    Sampling,
+    TextBlock,
+)
 
 _WAIT_S = 5.0
 
@@ -48,7 +55,9 @@ class Measured:
     @property
     def hit_rate(self) -> float:
         """Hits over look-ups; 0 without any."""
-        hits, misses = (sum(getattr(m, key) or 0 for m in self.metrics) for key in ("cache_hits", "cache_misses"))
+        hits, misses = (
+            sum(getattr(m, key) or 0 for m in self.metrics) for key in ("cache_hits", "cache_misses")
+        )
         return hits / (hits + misses) if hits + misses else 0.0
 
     def tokens_after(self, source: ProposalSource) -> float:
