@@ -103,7 +103,7 @@ class EmulatedConfig:
     target_ms: list[float] = field(default_factory=lambda: [15.0, 20.0])
     """What such a forward lasts."""
     draft_rows: list[int] = field(default_factory=lambda: [1, 128])
-    """Tokens in a forward of the draft, ascending; a step of B branches is B of them."""
+    """Tokens in a step of the draft, ascending; a step of B branches is B of them."""
     draft_ms: list[float] = field(default_factory=lambda: [2.0, 3.0])
     """What such a forward lasts."""
     time_scale: float = 1.0

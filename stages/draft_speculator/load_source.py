@@ -11,11 +11,11 @@ import torch
 from conf.schema import DraftKind, RunConfig
 from pipeline.errors import ConfigError
 from stages.draft_speculator.draft_source import DraftSource
+from stages.draft_speculator.emulated_draft import EmulatedDraft
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
 from stages.model.draft_card import is_draft_folder
 from stages.model.draft_folder import load_draft_folder
-from stages.model.emulated_runner import EmulatedRunner
 from stages.model.runner import ModelRunner
 from stages.model.shape import ModelShape, read_shape
 from stages.model.weights import LoadedModel, load_model
@@ -31,7 +31,7 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     if draft.kind is DraftKind.ngram:
         return NgramDraft()
     if config.model.is_emulated:
-        return _emulated_source(config, max_nodes=max_nodes, num_ranked=num_ranked)
+        return EmulatedDraft(config, max_nodes=max_nodes, num_ranked=num_ranked)
     if config.model.path is None:
         raise ConfigError("model.path is not resolved: expected a local folder, got none")
     path = target_path = Path(config.model.path)
@@ -59,15 +59,6 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     return ModelDraft(
         runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size), num_ranked=num_ranked
     )
-
-
-def _emulated_source(config: RunConfig, *, max_nodes: int, num_ranked: int) -> DraftSource:
-    """The draft of an emulated pair."""
-    runner = EmulatedRunner.for_requests(
-        config, is_draft=True, slots_per_request=config.model.max_context + max_nodes
-    )
-    runner.warm_up()
-    return ModelDraft(runner, vocab_size=runner.shape.vocab_size, num_ranked=num_ranked)
 
 
 def _distilled_source(

@@ -29,9 +29,9 @@ class EmulatedRunner:
     """A target or a draft, with its KV cache."""
 
     def __init__(
-        self, law: EmulatedLaw, table: TimeTable, *, is_draft: bool, kv: KVCache, shape: ModelShape
+        self, law: EmulatedLaw, table: TimeTable | None, *, is_draft: bool, kv: KVCache, shape: ModelShape
     ) -> None:
-        """shape: `emulated_shape`. kv: int64, of that shape."""
+        """table: what a forward lasts; None: no longer than it is computed. kv: int64, of `shape`."""
         self.shape = shape
         self.kv = kv
         self.dtype = torch.float32
@@ -50,12 +50,10 @@ class EmulatedRunner:
         shape = emulated_shape(emulated.vocab_size)
         pages = -(-slots_per_request // page_size) * config.max_requests
         kv = KVCache(shape=shape, num_slots=pages * page_size, page_size=page_size, dtype=torch.int64)
-        rows, times_ms = (
-            (emulated.draft_rows, emulated.draft_ms)
-            if is_draft
-            else (emulated.target_rows, emulated.target_ms)
-        )
-        table = TimeTable(rows, times_ms, scale=emulated.time_scale)
+        # A draft's time is that of a whole step: see `stages.draft_speculator.emulated_draft`.
+        table = None
+        if not is_draft:
+            table = TimeTable(emulated.target_rows, emulated.target_ms, scale=emulated.time_scale)
         runner = cls(EmulatedLaw(emulated), table, is_draft=is_draft, kv=kv, shape=shape)
         if config.model.dtype is DType.float64:
             runner.dtype = torch.float64
@@ -73,7 +71,7 @@ class EmulatedRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the contexts of all rows and return logits [R, vocab], after the time of the table."""
-        deadline_ns = time.monotonic_ns() + int(1e6 * self._table.ms(len(batch.token_ids)))
+        start_ns = time.monotonic_ns()
         batch.check(vocab_size=self.shape.vocab_size, max_position=self.shape.max_position)
         contexts = list(self._write_contexts(batch))
         wanted = range(len(contexts)) if batch.logit_rows is None else batch.logit_rows
@@ -82,7 +80,8 @@ class EmulatedRunner:
         logits = self._law.logits(
             torch.from_numpy(hashes), torch.from_numpy(is_easy), has_error=self._is_draft, dtype=self.dtype
         )
-        wait_until(deadline_ns)
+        if self._table is not None:
+            wait_until(start_ns + self._table.ns(len(batch.token_ids)))
         return logits
 
     def _write_contexts(self, batch: ForwardBatch) -> Iterator[tuple[int, bool]]:

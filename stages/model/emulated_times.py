@@ -27,6 +27,10 @@ class TimeTable:
             return times[-1] + slope * (num_rows - rows[-1])
         return float(np.interp(num_rows, rows, times))
 
+    def ns(self, num_rows: int) -> int:
+        """The same in nanoseconds."""
+        return int(1e6 * self.ms(num_rows))
+
 
 def wait_until(deadline_ns: int) -> None:
     """Return when `time.monotonic_ns()` reaches the deadline: sleep, then spin the last 0.15 ms.
