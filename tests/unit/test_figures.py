@@ -75,7 +75,7 @@ def test_rates_without_look_ups_are_undefined():
         (["figure=fan_out", "out=x", "max_tokens=2"], "max_tokens=2: expected 16 to"),
         (
             ["figure=fan_out", "out=x", "fan_outs=[64]", "depth=40"],
-            "fan_outs: expected at most 1024 branches",
+            "expected at most 1024 branches",
         ),
         (["figure=fan_out", "out=x", "colour=red"], "colour: there is no such key"),
     ],
