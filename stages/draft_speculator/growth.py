@@ -112,7 +112,7 @@ def select(
     if children is None:
         children = tree.children()
     if shape.widths and shape.most_children == 1:
-        return _select_chain(tree, anchor, limit, children)
+        return _select_chain(tree, anchor, min(limit, shape.num_nodes), valuation, children)
     entries: list[Entry] = []
     queue: list[tuple[float, int, Entry]] = []
     num_queued = 0
@@ -137,21 +137,28 @@ def select(
 
 
 def _select_chain(
-    tree: DraftTree, anchor: int, limit: int, children: dict[tuple[int, int], int]
+    tree: DraftTree,
+    anchor: int,
+    limit: int,
+    valuation: Valuation,
+    children: dict[tuple[int, int], int],
 ) -> list[Entry]:
-    """`select` where every node has one child: no queue is needed, and a step asks for many chains."""
+    """`select` where every node has one child: no queue is needed, and a step asks for many chains.
+
+    limit: most entries.
+    """
     entries: list[Entry] = []
     node: int | None = anchor
-    log_prob = 0.0
+    log_value = 0.0
     while node is not None and len(entries) < limit:
         following = tree.next_tokens[node]
         best = following.ranked(1) if following is not None else []
         if not best:
             break
-        token, token_log_prob = best[0]
-        log_prob += token_log_prob
+        token, log_prob = best[0]
+        log_value += valuation(log_prob)
         node = children.get((node, token))
-        entries.append(Entry(len(entries) - 1, token, log_prob, len(entries) + 1, node))
+        entries.append(Entry(len(entries) - 1, token, log_prob, log_value, len(entries) + 1, node))
     return entries
 
 
