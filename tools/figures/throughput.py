@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pipeline.errors import EngineDead
 from tools.distill.progress import say
 from tools.figures.engine_run import Measured, measure
 from tools.figures.points import config_of, ssd_arguments
@@ -48,6 +49,12 @@ def _systems(settings: FigureSettings) -> dict[str, list[str]]:
     }
 
 
+def _check_tokens(label: str, measured: Measured, plain: Measured) -> None:
+    """Raise `EngineDead` if a system answered otherwise than plain decoding: its speed would mean nothing."""
+    if measured.token_ids != plain.token_ids:
+        raise EngineDead(f"{label} at batch {plain.batch}: its tokens differ from those of plain decoding")
+
+
 def throughput_figure(settings: FigureSettings) -> FigureResult:
     """Tokens/s of all requests together against tokens/s of one, for every batch size."""
     runs: dict[str, list[Measured]] = {}
@@ -56,6 +63,7 @@ def throughput_figure(settings: FigureSettings) -> FigureResult:
         for batch in settings.batches:
             measured = _run(settings, batch, *arguments)
             runs.setdefault(label, []).append(measured)
+            _check_tokens(label, measured, runs["autoregressive"][len(runs[label]) - 1])
             rows.append(
                 [
                     label,
@@ -93,7 +101,10 @@ def throughput_figure(settings: FigureSettings) -> FigureResult:
         ],
         rows=rows,
         draw=draw,
-        remarks=_beside_published(settings, runs) if settings.batches[0] == 1 else (),
+        remarks=[
+            "All systems returned the same tokens.",
+            *(_beside_published(settings, runs) if settings.batches[0] == 1 else ()),
+        ],
     )
 
 
