@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from conf.errors import ConfigError
 from conf.limits import MAX_WHOLE_NUMBER
-from conf.schema import DraftKind, EmulatedConfig, RunConfig
+from conf.schema import CpuKernels, DraftKind, EmulatedConfig, RunConfig, WeightFormat
 
 LEAST_VOCABULARY = 512
 """256 bytes and as many words; the laws of a row name 128 candidates."""
@@ -30,6 +30,15 @@ def check_emulated(config: RunConfig) -> None:
         raise ConfigError(
             f"model.path={model.path}: expected none, because model={model.name} has no files; leave it out"
         )
+    for key, value, default in (
+        ("weights", model.weights, WeightFormat.dtype),
+        ("cpu_kernels", model.cpu_kernels, CpuKernels.auto),
+    ):
+        if value is not default:
+            raise ConfigError(
+                f"model.{key}={value.name}: expected {default.name}, because model={model.name} has no "
+                "matrices; leave it out"
+            )
     draft = config.speculation.draft
     if draft.kind in (DraftKind.layers, DraftKind.model):
         key = "layers" if draft.kind is DraftKind.layers else "path"

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.limits import MAX_WHOLE_NUMBER
 from conf.schema import DType, RunConfig
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.emulated_law import EmulatedLaw
 from stages.model.emulated_times import TimeTable, wait_until
 from stages.model.pages import KVCache
 from stages.model.shape import ModelShape
-
-_MAX_POSITION = 2**20
 
 
 class EmulatedRunner:
@@ -128,7 +127,7 @@ def emulated_shape(vocab_size: int) -> ModelShape:
         head_dim=1,
         intermediate_size=1,
         rms_norm_eps=1e-6,
-        max_position=_MAX_POSITION,
+        max_position=MAX_WHOLE_NUMBER,
         tie_embeddings=True,
         qkv_bias=False,
         o_bias=False,

@@ -175,6 +175,8 @@ def test_the_emulated_models_that_come_with_the_engine_keep_the_rules(name):
         ("model.emulated.draft_rows=[8,8]", "model.emulated.draft_rows=[8,8]: expected ascending"),
         ("model.emulated.draft_ms=[2,1]", "model.emulated.draft_ms=[2.0,1.0]: expected times"),
         ("model.emulated.draft_ms=[2,x]", "model.emulated.draft_ms=[2,x]: expected a list of numbers"),
+        ("model.weights=int8", "model.weights=int8: expected dtype"),
+        ("model.cpu_kernels=native", "model.cpu_kernels=native: expected auto"),
         ("model.path=somewhere", "model.path=somewhere: expected none"),
         ("speculation.draft.path=somewhere", "speculation.draft.path: expected speculation.draft.kind=auto"),
         ("speculation.draft.layers=2", "speculation.draft.layers: expected speculation.draft.kind=auto"),
