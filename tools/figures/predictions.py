@@ -13,6 +13,10 @@ from tools.figures.result import FigureResult
 from tools.figures.settings import FigureSettings
 
 
+_TICKS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Of a logarithmic axis of rates."""
+
+
 def fit_power_law(fan_outs: Sequence[int], miss_rates: Sequence[float]) -> tuple[float, float] | None:
     """A and r of `miss rate = A * F^-r`: least squares on log axes. None without two points."""
     points = [
@@ -53,6 +57,9 @@ def fan_out_figure(settings: FigureSettings) -> FigureResult:
             fitted = [law[0] * fan_out ** -law[1] for fan_out in fan_outs]
             axes.loglog(fan_outs, fitted, "-", label=f"{law[0]:.2f} F^-{law[1]:.2f}")
         axes.set_xticks(fan_outs, [str(fan_out) for fan_out in fan_outs])
+        seen = [miss for miss in misses if miss > 0] or [1.0]
+        ticks = [tick for tick in _TICKS if 0.8 * min(seen) <= tick <= 1.25 * max(seen)]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set(xlabel="fan-out F after each number of accepted tokens", ylabel="miss rate")
         axes.legend()
