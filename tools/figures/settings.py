@@ -59,7 +59,7 @@ class FigureSettings:
     batches: list[int] = field(default_factory=lambda: [1, 4, 16])
     """Requests that share a round, of throughput and backup."""
     num_prompts: int = 4
-    """Answers for each point; with several requests a round, groups of them."""
+    """Answers for each point; of throughput and backup groups of the largest batch, at every batch size."""
     max_tokens: int = 200
     """Tokens of an answer."""
     temperature: float = 0.0

@@ -24,9 +24,11 @@ _SSD_DEPTH = {"emulated_qwen3_32b": 4}
 
 
 def _run(settings: FigureSettings, batch: int, *arguments: str) -> Measured:
+    # The same requests at every batch size, as far as it divides the largest.
+    num_groups = max(settings.num_prompts * max(settings.batches) // batch, 1)
     return measure(
         config_of(settings, f"max_requests={batch}", *arguments),
-        num_groups=settings.num_prompts,
+        num_groups=num_groups,
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         first_seed=settings.seed,
@@ -191,7 +193,7 @@ def overhead_figure(settings: FigureSettings) -> FigureResult:
             f"model.emulated.draft_ms=[{draft_ms}]",
         ]
         for label, arguments in _systems(replace(settings, model="emulated")).items():
-            measured = _run(settings, 1, *times, *arguments)
+            measured = _run(replace(settings, batches=[1]), 1, *times, *arguments)
             table_ms = target_ms * settings.time_scale
             choosing = measured.per_round("target_compute_ms") - table_ms
             waited = measured.per_round("target_wait_ms")
