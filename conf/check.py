@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields, is_dataclass
 
+from conf.check_emulated import check_emulated
 from conf.check_options import check_options
 from conf.errors import ConfigError, shown, shown_path
 from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
@@ -46,6 +47,7 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     _check_speculation(config.speculation)
     _check_tree(config.speculation)
     _check_draft(config.speculation)
+    check_emulated(config)
 
 
 def _check_whole_numbers(group: object, *, prefix: str) -> None:

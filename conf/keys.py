@@ -97,7 +97,7 @@ def _in_words(annotation: Any) -> str:
         return " or ".join([*inner, "null"])
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.name for member in annotation)
-    if typing.get_origin(annotation) is list and annotation != list[int]:
+    if typing.get_origin(annotation) is list and annotation not in (list[int], list[float]):
         (inner_type,) = typing.get_args(annotation)
         return f"a list, each {_in_words(inner_type)}"
     words = {
@@ -107,6 +107,7 @@ def _in_words(annotation: Any) -> str:
         str: "text",
         list[int]: "a list of whole numbers such as [4,2,1]",
         dict[int, float]: "token ids with numbers such as {198:-100,42:1.5}",
+        list[float]: "a list of numbers such as [15,20.5]",
     }
     return words[annotation]
 

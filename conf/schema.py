@@ -91,11 +91,52 @@ class PlanMode(str, Enum):
 
 
 @dataclass
+class EmulatedConfig:
+    """Laws and times of emulated models, `model=emulated` and its like; see `stages.model.emulated_law`.
+
+    A time table is two lists: so many tokens in a forward, all requests together, last so many ms. Between
+    its entries it is interpolated, beyond the last extrapolated, before the first constant.
+    """
+
+    target_rows: list[int] = field(default_factory=lambda: [1, 128])
+    """Tokens in a forward of the target, ascending; a proposal of K is K + 1 of them."""
+    target_ms: list[float] = field(default_factory=lambda: [15.0, 20.0])
+    """What such a forward lasts."""
+    draft_rows: list[int] = field(default_factory=lambda: [1, 128])
+    """Tokens in a step of the draft, ascending; a step of B branches is B of them."""
+    draft_ms: list[float] = field(default_factory=lambda: [2.0, 3.0])
+    """What such a forward lasts."""
+    time_scale: float = 1.0
+    """All times are multiplied by it; 0: as fast as they can be computed."""
+    vocab_size: int = 1024
+    """Token ids of both models; the first 256 are bytes."""
+    seed: int = 1
+    """Of both laws; another seed is another pair of models."""
+    easy_acceptance: float = 0.975
+    """How often the draft's best token is the target's best (temperature 0), in easy stretches of text."""
+    hard_acceptance: float = 0.7
+    """The same in hard stretches."""
+    easy_share: float = 0.75
+    """Share of the tokens that lie in easy stretches."""
+    easy_stretch: float = 40.0
+    """Mean length of an easy stretch, in tokens. That of a hard one follows from the share."""
+    spread: float = 0.8
+    """How unequal the tokens of one stretch are. More makes the bonus after a rejection harder to predict."""
+    draft_error: float = 1.0
+    """Size of the error of the draft's logits, and with it of the target's gaps: acceptance and hits at
+    temperature 0 stay as they are, at temperature 1 less means flatter laws."""
+    draft_blindness: float = 0.6
+    """Share of the target's candidates, its best left out, for which the draft has other tokens. Changes
+    nothing at temperature 0; at temperature 1 more means fewer hits."""
+
+
+@dataclass
 class ModelConfig:
     """The target model."""
 
     name: str = "demo"
-    """Which file of the `model` group this is: `demo` (built in) or `custom` (`model.path` names it)."""
+    """Which file of the `model` group this is: `demo` (built in), `custom` (`model.path` names it) or one of
+    the emulated ones."""
     path: str | None = None
     """Hugging Face id, local folder, or .gguf file. None: the built-in demo model."""
     dtype: DType = DType.bfloat16
@@ -106,6 +147,12 @@ class ModelConfig:
     """Format of the target's matrices. int8 is a law of its own: exact, but not the bfloat16 model's."""
     max_context: int = 8192
     """Most tokens (prompt and output) of one request; cut to what the model supports."""
+    emulated: EmulatedConfig = field(default_factory=EmulatedConfig)
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether target and draft are emulated: cheap laws, and forwards that last what a table says."""
+        return self.name.startswith("emulated")
 
 
 @dataclass

@@ -19,6 +19,8 @@ from pipeline.errors import ConfigError, EngineDead, shown_path
 
 _RESOLVER = "stages.model.source:resolve"
 """A function from a model's name, None for the demo, to its folder. Its progress goes to stderr."""
+_EMULATED_RESOLVER = "stages.model.emulated_folder:folder_of"
+"""The same for an emulated model, whose name is the size of its vocabulary."""
 _DEMO_DRAFT = Path(__file__).resolve().parents[1] / "stages" / "draft_speculator" / "demo"
 """The draft that comes with the built-in demo model, made by `tools.distill`."""
 
@@ -31,6 +33,8 @@ def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig
     Raises `ConfigError` for a model that cannot be had, and `EngineDead` if the resolver breaks.
     """
     resolved = copy.deepcopy(config)
+    if config.model.is_emulated:
+        return _with_emulated_models(resolved)
     resolved.model.path = _resolve(config.model.path, resolver)
     draft = resolved.speculation.draft
     if draft.kind is DraftKind.auto:
@@ -50,6 +54,14 @@ def resolve_models(config: RunConfig, *, resolver: str = _RESOLVER) -> RunConfig
             separator = "" if reason != str(error) else ": "
             raise ConfigError(f"speculation.draft.path={shown_path(draft.path)}{separator}{reason}") from None
     return resolved
+
+
+def _with_emulated_models(config: RunConfig) -> RunConfig:
+    """The folder holds a tokenizer only. The draft belongs to the target and has no path."""
+    config.model.path = _resolve(str(config.model.emulated.vocab_size), _EMULATED_RESOLVER)
+    if config.speculation.draft.kind is DraftKind.auto:
+        config.speculation.draft.kind = DraftKind.model
+    return config
 
 
 def _resolve(path: str | None, resolver: str) -> str:

@@ -111,6 +111,8 @@ def select(
     limit = min(depth, shape.depth)
     if children is None:
         children = tree.children()
+    if shape.widths and shape.most_children == 1:
+        return _select_chain(tree, anchor, min(limit, shape.num_nodes), valuation, children)
     entries: list[Entry] = []
     queue: list[tuple[float, int, Entry]] = []
     num_queued = 0
@@ -132,6 +134,32 @@ def select(
         else:
             return entries
         node, index, log_value, level = entry.node, len(entries) - 1, entry.log_value, entry.depth
+
+
+def _select_chain(
+    tree: DraftTree,
+    anchor: int,
+    limit: int,
+    valuation: Valuation,
+    children: dict[tuple[int, int], int],
+) -> list[Entry]:
+    """`select` where every node has one child: no queue is needed, and a step asks for many chains.
+
+    limit: most entries.
+    """
+    entries: list[Entry] = []
+    node: int | None = anchor
+    log_value = 0.0
+    while node is not None and len(entries) < limit:
+        following = tree.next_tokens[node]
+        best = following.ranked(1) if following is not None else []
+        if not best:
+            break
+        token, log_prob = best[0]
+        log_value += valuation(log_prob)
+        node = children.get((node, token))
+        entries.append(Entry(len(entries) - 1, token, log_prob, log_value, len(entries) + 1, node))
+    return entries
 
 
 def grow(

@@ -11,6 +11,7 @@ import torch
 from conf.schema import DraftKind, RunConfig
 from pipeline.errors import ConfigError
 from stages.draft_speculator.draft_source import DraftSource
+from stages.draft_speculator.emulated_draft import EmulatedDraft
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
 from stages.model.draft_card import is_draft_folder
@@ -29,6 +30,8 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     draft = config.speculation.draft
     if draft.kind is DraftKind.ngram:
         return NgramDraft()
+    if config.model.is_emulated:
+        return EmulatedDraft(config, max_nodes=max_nodes, num_ranked=num_ranked)
     if config.model.path is None:
         raise ConfigError("model.path is not resolved: expected a local folder, got none")
     path = target_path = Path(config.model.path)

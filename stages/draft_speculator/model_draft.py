@@ -19,7 +19,7 @@ from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.pages import KVHandle
-from stages.model.runner import ModelRunner
+from stages.model.runner import Runner
 from stages.model.token_law import TokenLaw
 
 
@@ -70,7 +70,7 @@ class ModelDraft(DraftSource):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         vocab_size: int,
         head_token_ids: Tensor | None = None,

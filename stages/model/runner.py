@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,19 @@ from stages.model.native_decoder import MAX_SEQUENCE_ROWS, NativeDecoder
 from stages.model.pages import KVCache
 from stages.model.shape import ModelShape
 from stages.model.weights import LoadedModel, ModelWeights
+
+
+class Runner(Protocol):
+    """What verifier and draft need of a model."""
+
+    shape: ModelShape
+    kv: KVCache
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute the batch, write its KV, and return logits [R, vocab]."""
+
+    def warm_up(self) -> None:
+        """Do what is only done once."""
 
 
 class ModelRunner:

@@ -39,8 +39,9 @@ from pipeline.messages import (
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
 from stages.incremental_text import TextDecoder
+from stages.model.emulated_runner import EmulatedRunner
 from stages.model.kernel_trace import TorchTracer
-from stages.model.runner import ModelRunner
+from stages.model.runner import ModelRunner, Runner
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
 from stages.target_verifier.checks import fault_of_options, fault_of_prompt, fault_of_tree
@@ -90,14 +91,28 @@ class TargetVerifier(Stage):
     def setup(self) -> None:
         """Load the target and size its KV cache for `max_requests` requests of `max_context` tokens."""
         config = self._config
-        if self._model is None:
+        if config.model.is_emulated:
+            self._max_context = config.model.max_context
+            self._runner: Runner = EmulatedRunner.for_requests(
+                config, is_draft=False, slots_per_request=self._max_context + self._max_nodes
+            )
+        else:
+            self._runner = self._load_runner()
+        self._runner.warm_up()
+        self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
+        self._eos_token_ids = frozenset(self._runner.shape.eos_token_ids)
+        self._vocab_ids = torch.arange(self._runner.shape.vocab_size)
+
+    def _load_runner(self) -> ModelRunner:
+        config, model = self._config, self._model
+        if model is None:
             if config.model.path is None:
                 raise ConfigError("model.path is not resolved: expected a local folder, got none")
-            self._model = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
-        shape = self._model.shape
-        self._max_context = min(config.model.max_context, shape.max_position)
-        self._runner = ModelRunner.for_requests(
-            self._model,
+            model = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
+        self._model = None  # the runner keeps packed copies of the weights
+        self._max_context = min(config.model.max_context, model.shape.max_position)
+        return ModelRunner.for_requests(
+            model,
             num_requests=config.max_requests,
             slots_per_request=self._max_context + self._max_nodes,
             page_size=config.placement.page_size,
@@ -105,11 +120,6 @@ class TargetVerifier(Stage):
             weight_format=config.model.weights,
             is_format_binding=True,
         )
-        self._runner.warm_up()
-        self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
-        self._model = None  # the runner keeps packed copies of the weights
-        self._eos_token_ids = frozenset(shape.eos_token_ids)
-        self._vocab_ids = torch.arange(shape.vocab_size)
 
     def kernel_tracer(self) -> KernelTracer:
         """What PyTorch does for the target."""

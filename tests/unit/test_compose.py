@@ -143,7 +143,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(argument, expected):
         ("conf=null", "autoregressive, saguaro, saguaro_tree, speculative, ssd, tree"),
         ("conf=[ssd,saguaro]", "there is no named run"),
         ("conf=../conf/ssd", "there is no named run"),
-        ("model=llama", "available: custom, demo; a model of your own is given as model.path="),
+        ("model=llama", "a model of your own is given as model.path="),
         ("placement=gpu", "available: cpu_shared, cpu_split"),
         ("speculation=4", "available: linear, none, saguaro, saguaro_tree, ssd, tree"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.draft_tree import DraftTree
@@ -137,3 +138,21 @@ def test_settling_adds_what_is_not_in_the_tree_and_keeps_parents_first() -> None
     assert len(set(nodes)) == 5
     assert all(parent < index for index, parent in enumerate(tree.proposal_parents()))
     assert settle(tree, 0, select(tree, 0, shape, depth=9)) == nodes
+
+
+def test_a_chain_is_selected_as_a_tree_of_width_one_is():
+    """The short way for chains gives what the queue gives, read or not, and under any valuation."""
+    chain = _shape()
+    queued = replace(chain, most_children=2)  # no chain by this number, so it takes the long way
+    tree = _tree()
+    for nodes in ([], [1], [2]):
+        _read(tree, nodes)
+        for depth in (1, 2, 3):
+            for valuation in (lambda log_prob: log_prob, lambda log_prob: 2 * log_prob - 1):
+                short, long = (
+                    select(tree, tree.root, shape, depth=depth, valuation=valuation)
+                    for shape in (chain, queued)
+                )
+                assert short == long
+        settle(tree, tree.root, select(tree, tree.root, chain, depth=3))
+    assert len(tree) == 4

@@ -1,0 +1,104 @@
+"""`python -m tools.figures`: its arithmetic, its settings, and a small figure from end to end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from conf.errors import ConfigError
+from pipeline.messages import ProposalSource
+from tools.figures.command import main
+from tools.figures.in_process import Rounds
+from tools.figures.predictions import fit_power_law
+from tools.figures.settings import FigureName, compose_settings
+from tools.figures.theorem7 import DraftTimes, Theorem
+
+
+def test_a_power_law_is_found_again():
+    fan_outs = [1, 2, 3, 4, 8]
+    scale, power = fit_power_law(fan_outs, [0.3 * fan_out**-0.7 for fan_out in fan_outs])
+    assert scale == pytest.approx(0.3)
+    assert power == pytest.approx(0.7)
+
+
+def test_points_without_misses_are_left_out_of_the_fit():
+    assert fit_power_law([1, 2, 4], [0.4, 0.2, 0.0]) == pytest.approx((0.4, 1.0))
+    assert fit_power_law([1, 2], [0.4, 0.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("verify_ms", "expected"),
+    [
+        (3.0, 2.0),  # the step that ends at 5 is under way
+        (5.0, 0.0),
+        (6.0, 2.0),
+        (11.0, 0.0),  # three levels are ready at 11, and nothing is left to do
+        (40.0, 0.0),
+    ],
+)
+def test_on_a_hit_the_target_waits_for_the_step_under_way(verify_ms, expected):
+    assert DraftTimes(single=2.0, branch=3.0).hit_wait(verify_ms, depth=3) == pytest.approx(expected)
+
+
+def test_theorem_7_in_measured_times():
+    theorem = Theorem(
+        hit_rate=0.75,
+        tokens_after_hit=5.0,
+        tokens_after_miss=3.0,
+        verify=15.0,
+        hit_wait=1.0,
+        backup=12.0,
+        overhead=1.0,
+    )
+    # 4.5 tokens in 15 + 1 + 0.25 * 12 + 1 = 20 ms.
+    assert theorem.tokens_per_second() == pytest.approx(225.0)
+
+
+def test_rates_without_look_ups_are_undefined():
+    assert math.isnan(Rounds().hit_rate)
+    assert math.isnan(Rounds().mean())
+    rounds = Rounds(by_source={ProposalSource.HIT: [5, 3, 4], ProposalSource.BACKUP: [2]})
+    assert rounds.hit_rate == 0.75
+    assert rounds.mean(ProposalSource.HIT) == 4.0
+    assert rounds.mean() == 3.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["out=x"], "figure is missing"),
+        (["figure=fan_out"], "out is missing"),
+        (["figure=pie", "out=x"], "figure=pie: expected"),
+        (["figure=theorem7", "out=x", "model=demo"], "model=demo: expected an emulated model"),
+        (["figure=fan_out", "out=x", "fan_outs=[]"], "fan_outs=[]: expected 1 to 64"),
+        (["figure=fan_out", "out=x", "max_tokens=2"], "max_tokens=2: expected 16 to"),
+        (
+            ["figure=fan_out", "out=x", "fan_outs=[64]", "depth=40"],
+            "expected at most 1024 branches",
+        ),
+        (["figure=fan_out", "out=x", "colour=red"], "colour: there is no such key"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(arguments, expected):
+    with pytest.raises(ConfigError) as error:
+        compose_settings(arguments)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("name", [FigureName.fan_out, FigureName.policies])
+def test_a_figure_is_a_table_and_a_picture(tmp_path, capsys, name):
+    arguments = [f"figure={name.value}", f"out={tmp_path}", "num_prompts=1", "max_tokens=60", "depth=3"]
+    assert main([*arguments, "fan_outs=[1,3]"]) == 0
+    table = (tmp_path / f"{name.value}.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in table
+    assert f"python -m tools.figures figure={name.value}" in table
+    assert (tmp_path / f"{name.value}.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 2
+    assert all(0 < float(row[1]) <= 1 for row in rows)
+
+
+def test_a_mistake_ends_with_one_line(capsys):
+    assert main(["figure=fan_out"]) == 2
+    assert capsys.readouterr().err.startswith("error: out is missing")
