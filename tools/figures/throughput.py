@@ -206,7 +206,13 @@ def overhead_figure(settings: FigureSettings) -> FigureResult:
                 [f"{target_ms:g}", label, f"{measured.round_ms:.2f}", *(f"{part:.2f}" for part in parts)]
             )
             say(f"{label}, T_v {target_ms:g} ms: round {measured.round_ms:.2f} ms")
-    names = ["forward", "choosing", "waits for draft steps", "waits for mail and planning", "committing"]
+    names = [
+        "forward",
+        "choosing and late waking",
+        "waits for draft steps",
+        "waits for mail and planning",
+        "committing",
+    ]
 
     def draw(axes: Any) -> None:
         bottoms = [0.0] * len(bars)
