@@ -13,6 +13,7 @@ from tools.figures.in_process import Rounds
 from tools.figures.predictions import fit_power_law
 from tools.figures.settings import FigureName, compose_settings
 from tools.figures.theorem7 import DraftTimes, Theorem
+from tools.figures.throughput import critical_batch
 
 
 def test_a_power_law_is_found_again():
@@ -53,6 +54,14 @@ def test_theorem_7_in_measured_times():
     )
     # 4.5 tokens in 15 + 1 + 0.25 * 12 + 1 = 20 ms.
     assert theorem.tokens_per_second() == pytest.approx(225.0)
+
+
+@pytest.mark.parametrize(
+    ("look_up", "expected"),
+    [([1.1, 0.9, 1.2], 16), ([0.9, 1.1, 1.2], 4), ([1.1, 1.1, 0.9], None), ([2.0, 2.0, 2.0], 1)],
+)
+def test_the_critical_batch_is_where_look_up_is_faster_from_there_on(look_up, expected):
+    assert critical_batch([1, 4, 16], [1.0, 1.0, 1.0], look_up) == expected
 
 
 def test_rates_without_look_ups_are_undefined():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,25 +162,33 @@ def backup_figure(settings: FigureSettings) -> FigureResult:
         axes.set(xlabel="batch size", ylabel="tokens/s of all requests")
         axes.legend()
 
-    faster = [
-        batch
-        for batch, again, look_up in zip(settings.batches, speeds["sequential"], speeds["ngram"], strict=True)
-        if look_up > again
-    ]
-    crossing = (
-        f"Look-up is the faster one from batch {faster[0]} on." if faster else "Look-up never is faster."
-    )
+    crossing = critical_batch(settings.batches, speeds["sequential"], speeds["ngram"])
+    found = "Look-up is not the faster one at the largest batch."
+    if crossing is not None:
+        found = f"Look-up is the faster one from batch {crossing} on."
     return FigureResult(
         title=f"After a miss: {settings.model}, K = {settings.depth}, time scale {settings.time_scale:g}",
         columns=["batch", "backup", "tokens/s", "tokens a round", "hit rate", "round, ms"],
         rows=rows,
         draw=draw,
         remarks=[
-            crossing,
+            found,
             "Text of an emulated model does not repeat itself: the look-up finds nothing, and the target "
             "verifies the last token alone.",
         ],
     )
+
+
+def critical_batch(
+    batches: Sequence[int], draft_again: Sequence[float], look_up: Sequence[float]
+) -> int | None:
+    """b*: the least batch size from which on look-up is faster; None if it is not at the largest. Speeds."""
+    found = None
+    for batch, again, looked in sorted(zip(batches, draft_again, look_up, strict=True), reverse=True):
+        if looked <= again:
+            break
+        found = batch
+    return found
 
 
 def overhead_figure(settings: FigureSettings) -> FigureResult:
