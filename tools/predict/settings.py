@@ -23,7 +23,7 @@ _VARIED = {
     "temperature": "temperatures",
 }
 """Keys of the engine that the tool sets, and its own keys for them."""
-_FIXED = ("max_requests", "chat")
+_FIXED = ("max_requests", "chat", "n")
 
 T = TypeVar("T")
 

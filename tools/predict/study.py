@@ -14,8 +14,9 @@ from conf.check import check
 from conf.compose import compose
 from conf.schema import PlanMode, RunConfig
 from pipeline.errors import ConfigError, RequestError, shown
-from pipeline.messages import ChatTurn, Sampling, SubmitRequest
+from pipeline.messages import ChatTurn, SubmitRequest
 from pipeline.model_source import resolve_models
+from pipeline.sampling_options import sampling_of
 from pipeline.tokenizer_settings import read_tokenizer_settings
 from tools.bench.entries import Entry, parse_systems
 from tools.bench.identity import fingerprint, model_identity, source_digest, versions
@@ -142,13 +143,10 @@ def _requests(
             request_id=str(prompt.index),
             prompt=None if is_chat else prompt.text,
             chat=[ChatTurn(role="user", content=prompt.text)] if is_chat else None,
-            sampling=Sampling(
+            sampling=msgspec.structs.replace(
+                sampling_of(config, seed=settings.seed + prompt.index),
                 max_tokens=settings.max_tokens,
                 temperature=key.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                min_p=config.min_p,
-                seed=settings.seed + prompt.index,
             ),
             submitted_ns=0,
         )
