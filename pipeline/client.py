@@ -41,6 +41,7 @@ from pipeline.messages import (
     RequestFinished,
     RequestMetrics,
     TextBlock,
+    TokenLogprobs,
 )
 
 Prompt = str | Sequence[ChatTurn | Mapping[str, str]]
@@ -62,6 +63,8 @@ class Answer:
     blocks: list[TextBlock]
     """What came of each round: text, tokens, and whether they were a hit."""
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string or token id of the request that ended it, if one did."""
     seed: int
     """With it, the same request gives the same answer again."""
     num_prompt_tokens: int | None
@@ -72,6 +75,11 @@ class Answer:
     def token_ids(self) -> list[int]:
         """All output tokens. An end-of-sequence token is among them, and not in the text."""
         return [token_id for block in self.blocks for token_id in block.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token, for a request that asks for them; else none."""
+        return [entry for block in self.blocks for entry in block.logprobs or []]
 
 
 class AsyncClient:
@@ -363,6 +371,7 @@ class AsyncStream:
             text=end.text if end else "",
             blocks=self._blocks,
             finish_reason=end.finish_reason if end else FinishReason.CANCELLED,
+            stop_reason=end.stop_reason if end else None,
             seed=self._seed,
             num_prompt_tokens=end.num_prompt_tokens if end else None,
             metrics=end.metrics if end else None,

@@ -141,6 +141,7 @@ def _output(jobs: Sequence[Job]) -> RequestOutput | None:
             text=finished.text,
             blocks=job.blocks,
             finish_reason=finished.finish_reason.value,
+            stop_reason=finished.stop_reason,
             seed=job.sampling.seed,
             metrics=finished.metrics,
         )

@@ -83,7 +83,9 @@ class BoundAddress:
         except BaseException:
             self.close()
             raise
-        self.text = bytes(socket_.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        endpoint = bytes(socket_.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        # How a socket for IPv6 names an address of IPv4.
+        self.text = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.errors import RequestError
-from pipeline.messages import ChatTurn, RequestMetrics, TextBlock
+from pipeline.messages import ChatTurn, RequestMetrics, TextBlock, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class CompletionOutput:
     """What came of each round: text, tokens, and whether they were a hit."""
     finish_reason: str
     """`stop` or `length`."""
+    stop_reason: str | int | None
+    """The stop string or token id of the request that ended it, if one did."""
     seed: int
     """With it, the same prompt gives the same answer again."""
     metrics: RequestMetrics
@@ -27,6 +29,11 @@ class CompletionOutput:
     def token_ids(self) -> list[int]:
         """All output tokens. An end-of-sequence token is among them, and not in the text."""
         return [token_id for block in self.blocks for token_id in block.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token, for a request that asks for them; else none."""
+        return [entry for block in self.blocks for entry in block.logprobs or []]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,10 @@ def _serve(arguments: Arguments, interrupts: Interrupts, open_engine: OpenEngine
     """Keep an engine running for clients, until a signal ends it."""
     config = compose(arguments.overrides)
     check(config)
+    if config.n != 1:
+        raise ConfigError(
+            f"n={config.n}: expected 1 with listen, where each request has one answer; leave it out"
+        )
     assert arguments.listen is not None
     address = parse_listen(arguments.listen, allow_remote=arguments.allow_remote)
     with listening(config, address) as (socket, bound_address):

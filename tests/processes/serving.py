@@ -23,7 +23,7 @@ from pipeline.serve import Server, listening
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 120.0
+START_S = 240.0
 """Until an engine with models is ready, on a machine that does other things as well."""
 
 

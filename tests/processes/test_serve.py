@@ -313,8 +313,9 @@ def test_an_address_in_use_and_one_open_to_the_network_are_said_in_one_line(tmp_
     for address, said in (
         (server.address, "another engine serves there; choose another address"),
         ("tcp://0.0.0.0:*", "allow_remote=true"),
+        (f"ipc://{tmp_path}/n n=2", "n=2: expected 1 with listen"),
     ):
-        arguments = [f"listen={address}", f"model.path={base_folder}"]
+        arguments = [*f"listen={address}".split(" "), f"model.path={base_folder}"]
         with ServingProcess(*arguments, module="tests.fake_engine") as refused:
             assert refused.wait(60) == 2
             (line,) = [line for line in refused.lines if line.startswith("error: ")]

@@ -192,6 +192,24 @@ def test_a_thousand_mixed_requests_of_sixteen_clients(
     assert traces(serving.process.pid) == set()
 
 
+def check_options(client: Client, tiny: TinyFolder) -> None:
+    """Options of a request reach the stages, and what they give the client."""
+    plain = client.generate(PROMPTS[1], max_tokens=12, temperature=1.0, seed=3)
+    with_logprobs = client.generate(PROMPTS[1], max_tokens=12, temperature=1.0, seed=3, logprobs=2)
+    assert with_logprobs.token_ids == [entry.token_id for entry in with_logprobs.logprobs] == plain.token_ids
+    assert plain.logprobs == []
+    banned = {plain.token_ids[0]: -100.0}
+    assert (
+        client.generate(PROMPTS[1], max_tokens=12, seed=3, temperature=1.0, logit_bias=banned).token_ids[0]
+        != (plain.token_ids[0])
+    )
+    stop = plain.text[4:6]
+    with client.stream(PROMPTS[1], max_tokens=12, temperature=1.0, seed=3, stop=stop) as stream:
+        text = "".join(block.text for block in stream)
+    assert text == stream.answer.text == plain.text[: plain.text.index(stop)]
+    assert stream.answer.stop_reason == stop
+
+
 def test_two_engines_started_at_once_both_serve_and_one_outlives_the_other(
     tiny: TinyFolder, questions: list[Question], tmp_path: Path
 ) -> None:
@@ -215,4 +233,5 @@ def test_two_engines_started_at_once_both_serve_and_one_outlives_the_other(
                 list(stream)
             assert first.wait() == 1
             Asker(two, questions, 0)._blocks(questions[0], "still")
+            check_options(two, tiny)
         assert traces(first.process.pid) == set()

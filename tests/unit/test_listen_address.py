@@ -58,7 +58,9 @@ def test_a_loopback_address_needs_no_permission(host):
 
 
 def test_the_name_of_this_host_can_be_bound(router):
-    with bind(router, "tcp://localhost:0") as bound:
+    socket_ = router()
+    socket_.setsockopt(zmq.IPV6, 1)
+    with BoundAddress(socket_, parse_listen("tcp://localhost:0", allow_remote=False)) as bound:
         assert bound.text.startswith("tcp://127.0.0.1:")
 
 
