@@ -11,7 +11,16 @@ pytestmark = pytest.mark.demo
 
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.bench", f"out={out}", "num_prompts=2", "max_tokens=8", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench",
+        f"out={out}",
+        "num_prompts=2",
+        "max_tokens=8",
+        *SETTINGS,
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
