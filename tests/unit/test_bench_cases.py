@@ -35,13 +35,14 @@ FOUR_CASES = {"temperatures": "0,1", "batch_sizes": "1,2", "repeats": 1}
 
 
 def run(
-    folder: Path, plan: Plan, replies: dict[str, Reply | str] | None = None
+    folder: Path, plan: Plan, replies: dict[str, Reply | str] | None = None, *, draws: bool = False
 ) -> tuple[FakeWorkers, Outcomes, list[Figures]]:
+    """Run a plan and write its report. draws: also the pictures, which takes a second."""
     workers = FakeWorkers(plan, replies)
     with Journal(folder, IDENTITY) as journal:
         outcomes = Runner(plan, journal, source="s1", open_worker=workers).run()
         figures = all_figures(plan, journal)
-        pictures = draw_all(plan, figures)
+        pictures = draw_all(plan, figures) if draws else []
         report = make_report(plan, figures, outcomes, journal, about=ABOUT, pictures=pictures)
         write_files(folder, report, results(plan, figures, outcomes, journal, about=ABOUT), pictures)
     return workers, outcomes, figures
@@ -82,19 +83,11 @@ def test_a_run_that_was_killed_goes_on_and_more_cases_are_added_to_it(tmp_path: 
     plan = make_plan("autoregressive,ssd", num_prompts=3, **FOUR_CASES)
 
     def killed(question: Question, call: int) -> Answer:
-        if call == 9:  # two warm-ups, six answers to single prompts; then the first pair
+        if call == 2 and len(workers.opened) == 4:  # the first pair after the second phase's warm-up
             raise KeyboardInterrupt
         return make_answer()
 
     workers = FakeWorkers(plan, {"ssd": killed})
-    calls = 0
-
-    def count(question: Question, call: int) -> Answer:
-        nonlocal calls
-        calls += 1
-        return killed(question, calls)
-
-    workers = FakeWorkers(plan, {"ssd": count})
     with pytest.raises(KeyboardInterrupt), Journal(tmp_path, IDENTITY) as journal:
         Runner(plan, journal, source="s1", open_worker=workers).run()
     assert all(worker.is_closed for worker in workers.opened)
@@ -102,8 +95,9 @@ def test_a_run_that_was_killed_goes_on_and_more_cases_are_added_to_it(tmp_path: 
     assert len(figures) == 8
     with Journal(tmp_path, IDENTITY) as journal:
         assert len(journal.rows) == 2 * (2 * 3 + 2 * 2)
-    asked_before = len(workers.batches) - len(workers.opened) - 1  # warm-ups, and the one that was killed
-    assert len(again.batches) - len(again.opened) == 20 - asked_before
+    done = len(workers.batches) - 4 - 1  # but for four warm-ups, and the one that was killed
+    assert done == 12 + 1
+    assert len(again.batches) - 2 == 20 - done
     warmer = make_plan("autoregressive,ssd", num_prompts=3, **{**FOUR_CASES, "temperatures": "0,1,0.5"})
     more, _, _ = run(tmp_path, warmer)
     assert {batch.temperature for _, batch in more.batches[2:8]} == {0.5}
@@ -187,12 +181,13 @@ class References(HTMLParser):
         assert self.open_tags.pop() == tag
 
 
-@pytest.fixture
-def two_sets(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a run over two sets, four cases and a label that HTML must escape."""
+    folder = tmp_path_factory.mktemp("two_sets")
     plan = make_plan("autoregressive,<b>=ssd", sets=("code", "chat"), num_prompts=2, **FOUR_CASES)
-    run(tmp_path, plan, {"<b>": lambda question, call: make_answer(seconds=1.0)})
-    return tmp_path
+    run(folder, plan, {"<b>": lambda question, call: make_answer(seconds=1.0)}, draws=True)
+    return folder
 
 
 def test_the_page_needs_nothing_but_itself(two_sets: Path) -> None:
