@@ -55,13 +55,23 @@ def check_known(given: Iterable[str], schema: type) -> None:
             raise ConfigError(f"{shown(key)}: there is no such key; {advice}")
 
 
-def compose_schema(schema: type[SchemaT], *, folder: Path, file: str, given: Mapping[str, str]) -> SchemaT:
+def compose_schema(
+    schema: type[SchemaT],
+    *,
+    folder: Path,
+    file: str,
+    given: Mapping[str, str],
+    verbatim: Sequence[str] = (),
+) -> SchemaT:
     """An instance of `schema`: its defaults, then `folder/file.yaml`, then `given`, key=value by key.
 
     schema: a dataclass, which the defaults list of the file calls `schema`.
+    verbatim: keys of texts that are taken as they stand, because they hold what Hydra's grammar gives a
+    meaning to, such as paths. `null` means None where None is the default.
     Raises `ConfigError` for a value of the wrong type or with broken syntax, and for a group file that does
     not exist.
     """
+    plain = {key: value for key, value in given.items() if key not in verbatim}
     # Both names are Hydra's globals: the store only has to hold the schema of the composition that follows,
     # and a program that uses Hydra itself must get its own state back.
     ConfigStore.instance().store(name="schema", node=schema)
@@ -69,14 +79,20 @@ def compose_schema(schema: type[SchemaT], *, folder: Path, file: str, given: Map
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            composed = hydra.compose(file, [f"{key}={value}" for key, value in given.items()])
+            composed = hydra.compose(file, [f"{key}={value}" for key, value in plain.items()])
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         # Hydra leaves to Python what is too long a number or too deep a list.
-        raise _in_our_words(error, schema, given) from None
+        raise _in_our_words(error, schema, plain) from None
     finally:
         GlobalHydra.instance().hydra = outer
     assert isinstance(config, schema)
+    for key in verbatim:
+        if key in given:
+            is_null = given[key] == "null" and getattr(config, key) is None
+            setattr(config, key, None if is_null else given[key])
+            if not given[key].strip():
+                raise ConfigError(f"{key}= is empty; give it a value or leave it out")
     return config
 
 

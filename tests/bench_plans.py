@@ -10,11 +10,12 @@ import msgspec
 from conf.schema import DType, RunConfig
 from pipeline.messages import RequestMetrics
 from tests.fake_frontend_events import METRICS
+from tools.bench.cases import Case, Phase
 from tools.bench.entries import choose_baseline, parse_systems
 from tools.bench.journal import Row
 from tools.bench.plan import Plan, PlannedPrompt, PlannedSystem
-from tools.bench.protocol import Answer, EngineSpec, PeerSpec, Question, Ready, Skipped, WorkerSpec
-from tools.bench.settings import BenchSettings, LlamaFormat
+from tools.bench.protocol import Answer, Batch, EngineSpec, PeerSpec, Question, Ready, Skipped, WorkerSpec
+from tools.bench.settings import BenchSettings, LlamaFormat, SetUp
 from tools.bench.worker_process import WorkerLost
 
 
@@ -24,9 +25,12 @@ def make_question(index: int = 0, *, max_tokens: int = 8) -> Question:
         is_chat=True,
         prompt_token_ids=[index, 7, 9],
         max_tokens=max_tokens,
-        temperature=0.0,
         seed=index,
     )
+
+
+def make_batch(*questions: Question, temperature: float = 0.0) -> Batch:
+    return Batch(questions=list(questions), temperature=temperature)
 
 
 def make_peer(name: str) -> PeerSpec:
@@ -36,6 +40,7 @@ def make_peer(name: str) -> PeerSpec:
         dtype=DType.bfloat16,
         cores=[0],
         max_context=512,
+        batch_size=1,
         draft=None,
         assistant_tokens=None,
         lookup_tokens=10,
@@ -46,7 +51,7 @@ def make_peer(name: str) -> PeerSpec:
 def make_plan(
     systems: str, *, sets: Sequence[str] = ("a",), num_prompts: int = 2, **settings: object
 ) -> Plan:
-    """A plan without a model. settings: fields of `BenchSettings`."""
+    """A plan without a model, of one set-up unless told otherwise. settings: fields of `BenchSettings`."""
     entries = parse_systems(systems)
     prompts = [
         PlannedPrompt(set_name=name, index=index, question=make_question(10 * number + index))
@@ -54,16 +59,18 @@ def make_plan(
         for index in range(num_prompts)
     ]
     all_settings = BenchSettings(out="nowhere", systems=systems)
-    for key, value in settings.items():
+    for key, value in {"setups": "same_total_cores", **settings}.items():
         setattr(all_settings, key, value)
     return Plan(
         settings=all_settings,
         folder=Path("/nowhere"),
         systems=[
             PlannedSystem(
-                entry=entry, spec=EngineSpec(config=RunConfig()) if entry.is_ours else make_peer(entry.name)
+                entry=entry,
+                # The seed tells the fakes apart.
+                spec=EngineSpec(config=RunConfig(seed=number)) if entry.is_ours else make_peer(entry.name),
             )
-            for entry in entries
+            for number, entry in enumerate(entries)
         ],
         baseline=choose_baseline(entries, all_settings.baseline),
         prompts=prompts,
@@ -73,28 +80,32 @@ def make_plan(
 def make_answer(
     token_ids: Sequence[int] = (1, 2, 3, 4, 5),
     *,
-    seconds: float | None = 2.0,
-    ttft_ms: float = 50.0,
+    seconds: float = 2.0,
+    ttft_ms: float = 62.5,
     num_rounds: int | None = None,
     metrics: RequestMetrics | None = None,
     num_prompt_tokens: int = 3,
+    blocks: Sequence[tuple[float, int]] = (),
 ) -> Answer:
+    """blocks: when, in seconds, and how many tokens; without them one token first, the others together."""
+    first_s = ttft_ms / 1000
+    if not blocks:
+        blocks = [(first_s, 1), *([(first_s + seconds, len(token_ids) - 1)] if len(token_ids) > 1 else [])]
     return Answer(
         token_ids=list(token_ids),
         num_prompt_tokens=num_prompt_tokens,
-        ttft_ms=ttft_ms,
-        num_decoded=len(token_ids) - 1,
-        decode_seconds=seconds,
+        block_times_s=[time_s for time_s, _ in blocks],
+        block_tokens=[count for _, count in blocks],
         num_rounds=num_rounds,
-        wall_seconds=(seconds or 0) + ttft_ms / 1000,
         metrics=metrics,
     )
 
 
-def make_row(
-    answer: Answer, *, label: str = "x", set_name: str = "a", index: int = 0, repeat: int = 0
-) -> Row:
-    return Row(set_name=set_name, index=index, label=label, repeat=repeat, answer=answer)
+CASE = Case(phase=Phase(setup=SetUp.same_total_cores, batch_size=1), temperature=0.0)
+
+
+def make_row(*answers: Answer, label: str = "x", set_name: str = "a", index: int = 0, repeat: int = 0) -> Row:
+    return Row(case=CASE, set_name=set_name, index=index, label=label, repeat=repeat, answers=list(answers))
 
 
 def make_metrics(**changes: object) -> RequestMetrics:
@@ -102,15 +113,17 @@ def make_metrics(**changes: object) -> RequestMetrics:
 
 
 Reply = Callable[[Question, int], Answer]
-"""From a question and the number of the call, warm-up included, to the answer; raises `WorkerLost`."""
+"""From a question and the number of the batch, warm-up included, to the answer; raises `WorkerLost`."""
 
 
 class FakeWorker:
-    """Answers what a function says; notes what was asked of whom in a list that all workers share."""
+    """Answers what a function says; notes what was asked of whom in lists that all workers share."""
 
-    def __init__(self, label: str, reply: Reply | str, asked: list[tuple[str, str]]) -> None:
+    def __init__(
+        self, label: str, reply: Reply | str, asked: list[tuple[str, str]], batches: list[tuple[str, Batch]]
+    ) -> None:
         """reply: a text instead of a function is the reason for being skipped."""
-        self.label, self.reply, self.asked = label, reply, asked
+        self.label, self.reply, self.asked, self.batches = label, reply, asked, batches
         self.num_calls = 0
         self.is_closed = False
 
@@ -119,12 +132,13 @@ class FakeWorker:
             return Skipped(reason=self.reply)
         return Ready(given=f"fake {self.label}")
 
-    def ask(self, question: Question, timeout_s: float) -> Answer:
+    def ask(self, batch: Batch, timeout_s: float) -> list[Answer]:
         assert not self.is_closed
         assert not isinstance(self.reply, str)
         self.num_calls += 1
-        self.asked.append((self.label, question.text))
-        return self.reply(question, self.num_calls)
+        self.batches.append((self.label, batch))
+        self.asked += [(self.label, question.text) for question in batch.questions]
+        return [self.reply(question, self.num_calls) for question in batch.questions]
 
     def close(self) -> None:
         self.is_closed = True
@@ -140,13 +154,19 @@ class FakeWorkers:
         self._plan = plan
         self._replies = replies or {}
         self.asked: list[tuple[str, str]] = []
-        self.opened: dict[str, FakeWorker] = {}
+        self.batches: list[tuple[str, Batch]] = []
+        self.opened: list[FakeWorker] = []
 
     def __call__(self, spec: WorkerSpec) -> FakeWorker:
-        (label,) = [system.label for system in self._plan.systems if system.spec is spec]
+        (label,) = [system.label for system in self._plan.systems if _name(system.spec) == _name(spec)]
         reply = self._replies.get(label, lambda question, call: make_answer())
-        self.opened[label] = FakeWorker(label, reply, self.asked)
-        return self.opened[label]
+        self.opened.append(FakeWorker(label, reply, self.asked, self.batches))
+        return self.opened[-1]
+
+
+def _name(spec: WorkerSpec) -> object:
+    """What tells the specifications of a fake plan apart."""
+    return spec.name if isinstance(spec, PeerSpec) else spec.config.seed
 
 
 def lost(reason: str, *, at_call: int) -> Reply:

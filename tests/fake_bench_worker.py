@@ -1,7 +1,8 @@
-"""A benchmark worker without a system: its questions say what shall happen. Plain JSON, to start fast.
+"""A benchmark worker without a system: the first question of a batch says what shall happen. Plain JSON, to
+start fast.
 
-`die` kills itself, `hang` sleeps, `garble` writes no message, `fail` fails; anything else is answered. With
-an argument it never gets ready: `die` and `hang` as above.
+`die` kills itself, `hang` sleeps, `garble` writes no message, `fail` fails, `lose` forgets to answer;
+anything else is answered. With an argument it never gets ready: `die` and `hang` as above.
 """
 
 import json
@@ -28,23 +29,22 @@ def main() -> None:
     misbehave(sys.argv[1] if len(sys.argv) > 1 else "start")
     send(type="Ready", given="a fake")
     for line in sys.stdin:
-        question = json.loads(line)
-        misbehave(question["text"])
-        if question["text"] == "garble":
+        questions = json.loads(line)["questions"]
+        text = questions[0]["text"]
+        misbehave(text)
+        if text == "garble":
             print("no message", flush=True)
-        elif question["text"] == "fail":
+        elif text == "fail":
             send(type="Failed", reason="RequestError: the prompt\nis empty")
         else:
-            send(
-                type="Answer",
-                token_ids=[1, 2],
-                num_prompt_tokens=len(question["prompt_token_ids"]),
-                ttft_ms=1.0,
-                num_decoded=1,
-                decode_seconds=0.5,
-                num_rounds=2,
-                wall_seconds=0.6,
-            )
+            answer = {
+                "token_ids": [1, 2],
+                "num_prompt_tokens": len(questions[0]["prompt_token_ids"]),
+                "block_times_s": [0.1, 0.6],
+                "block_tokens": [1, 1],
+                "num_rounds": 2,
+            }
+            send(type="Answers", answers=[answer] * (0 if text == "lose" else len(questions)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tests.tiny_tokenizers import byte_level
 from tests.unit.test_draft_folder import named_tensors, save_draft
 from tools.bench.assisted_draft import ScatteredHead
 from tools.bench.gguf_writer import write_gguf
-from tools.bench.protocol import NotHere, PeerSpec, Question
+from tools.bench.protocol import Answer, Batch, NotHere, PeerSpec, Question
 from tools.bench.settings import LlamaFormat
 from tools.bench.transformers_peer import TransformersPeer
 
@@ -73,6 +73,7 @@ def make_spec(
         dtype=DType.float64,
         cores=[0],
         max_context=256,
+        batch_size=1,
         draft=None if draft is None else str(draft),
         assistant_tokens=assistant_tokens,
         lookup_tokens=4,
@@ -80,15 +81,12 @@ def make_spec(
     )
 
 
-def make_question(prompt: list[int], *, temperature: float = 0.0, max_tokens: int = 24) -> Question:
-    return Question(
-        text="",
-        is_chat=False,
-        prompt_token_ids=prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=3,
-    )
+def ask(
+    peer: TransformersPeer, prompt: list[int], *, temperature: float = 0.0, max_tokens: int = 24
+) -> Answer:
+    question = Question(text="", is_chat=False, prompt_token_ids=prompt, max_tokens=max_tokens, seed=3)
+    (answer,) = peer.answer(Batch(questions=[question], temperature=temperature))
+    return answer
 
 
 def make_peer(name: str, target_folder: Path, tmp_path: Path, **options: int) -> TransformersPeer:
@@ -111,14 +109,15 @@ def test_every_way_of_generate_gives_the_tokens_of_plain_decoding(
     plain = PlainDecoder(load_model(target_folder, dtype=torch.float64))
     peer = make_peer(name, target_folder, tmp_path, **options)
     for prompt in PROMPTS:
-        answer = peer.answer(make_question(prompt))
+        answer = ask(peer, prompt)
         assert answer.token_ids == plain.generate(prompt, Sampling(max_tokens=24, seed=0))
         assert answer.num_prompt_tokens == len(prompt)
         assert answer.num_rounds is not None
         assert 1 <= answer.num_rounds <= len(answer.token_ids)
         assert answer.num_decoded < len(answer.token_ids)
-        assert answer.decode_seconds is not None
-        assert 0 < answer.ttft_ms / 1000 + answer.decode_seconds <= answer.wall_seconds
+        assert sum(answer.block_tokens) == len(answer.token_ids)
+        assert answer.block_times_s == sorted(answer.block_times_s)
+        assert answer.block_times_s[0] > 0
         if name == "transformers":
             assert (answer.num_rounds, answer.num_decoded) == (
                 len(answer.token_ids),
@@ -129,7 +128,7 @@ def test_every_way_of_generate_gives_the_tokens_of_plain_decoding(
 def test_our_draft_is_accepted_as_an_assistant(target_folder: Path, tmp_path: Path) -> None:
     """It is the target with a noisy, reduced head: it must be right now and then, or the wrapper is wrong."""
     peer = make_peer("transformers_assisted", target_folder, tmp_path, assistant_tokens=3)
-    answers = [peer.answer(make_question(prompt)) for prompt in PROMPTS]
+    answers = [ask(peer, prompt) for prompt in PROMPTS]
     num_rounds = sum(answer.num_rounds or 0 for answer in answers)
     assert sum(len(answer.token_ids) for answer in answers) > 1.15 * num_rounds
 
@@ -139,10 +138,10 @@ def test_a_sampled_answer_repeats_with_its_seed_and_one_token_has_no_decode_time
     name: str, target_folder: Path, tmp_path: Path
 ) -> None:
     peer = make_peer(name, target_folder, tmp_path)
-    first, second = (peer.answer(make_question(PROMPTS[0], temperature=1.0)) for _ in range(2))
+    first, second = (ask(peer, PROMPTS[0], temperature=1.0) for _ in range(2))
     assert first.token_ids == second.token_ids
-    one = peer.answer(make_question(PROMPTS[0], max_tokens=1))
-    assert (len(one.token_ids), one.num_decoded, one.decode_seconds, one.num_rounds) == (1, 0, None, 1)
+    one = ask(peer, PROMPTS[0], max_tokens=1)
+    assert (len(one.token_ids), one.num_decoded, one.block_tokens, one.num_rounds) == (1, 0, [1], 1)
 
 
 def test_a_reduced_head_answers_for_all_ids() -> None:

@@ -11,13 +11,17 @@ pytestmark = pytest.mark.demo
 
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.bench", f"out={out}", "num_prompts=2", "max_tokens=8", *arguments]
+    command = [
+        sys.executable, "-m", "tools.bench", f"out={out}", "num_prompts=2", "max_tokens=8",
+        "setups=same_total_cores", "systems=autoregressive,short=saguaro+speculation.depth=2", *arguments,
+    ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-def test_two_of_our_systems_are_measured_in_turns_and_the_same_command_only_reports(tmp_path: Path) -> None:
-    systems = "systems=autoregressive,short=saguaro+speculation.depth=2"
-    done = bench(tmp_path, "repeats=2", systems)
+def test_two_of_our_systems_are_measured_in_turns_and_the_same_folder_takes_more_cases(
+    tmp_path: Path,
+) -> None:
+    done = bench(tmp_path, "repeats=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (tmp_path / "table.md").read_text()
     content = json.loads((tmp_path / "results.json").read_text())
@@ -28,17 +32,21 @@ def test_two_of_our_systems_are_measured_in_turns_and_the_same_command_only_repo
     assert short["ratio"]["interval"][0] <= short["ratio"]["value"] <= short["ratio"]["interval"][1]
     assert short["rounds"]["num_rounds"] <= plain["rounds"]["num_rounds"] == 16
     assert len(content["answers"]) == 8
-    assert "depth 2" in content["systems"]["short"]["given"]
-    assert "target on cores" in content["systems"]["short"]["given"]
+    (phase,) = content["systems"]["short"]["phases"]
+    assert "depth 2" in phase["given"]
+    assert "target on cores" in phase["given"]
 
     # Who works on the engine meanwhile must not make this test fail.
-    systems_again = (systems, "mix_sources=true")
-    again = bench(tmp_path, "repeats=2", *systems_again)
-    assert again.returncode == 0, again.stderr
-    assert "8 of 8 answers are there already" in again.stderr
-    assert "loading" not in again.stderr
-    assert json.loads((tmp_path / "results.json").read_text())["figures"] == content["figures"]
+    more = bench(tmp_path, "repeats=1", "mix_sources=true", "temperatures=0,1", "batch_sizes=1,2")
+    assert more.returncode == 0, more.stderr
+    assert "4 of 12 answers are there already" in more.stderr
+    figures = json.loads((tmp_path / "results.json").read_text())["figures"]
+    cases = [(f["case"]["phase"]["batch_size"], f["case"]["temperature"]) for f in figures[::2]]
+    assert cases == [(1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0)]
+    assert {figure["tokens"]["text"] for figure in figures} == {"2 of 2 identical"}
+    assert all(figure["token_gaps"]["median_ms"] > 0 for figure in figures)
+    assert (tmp_path / "batches.png").read_bytes().startswith(b"\x89PNG")
 
-    other = bench(tmp_path, "repeats=2", *systems_again, "seed=2")
+    other = bench(tmp_path, "mix_sources=true", "seed=2")
     assert other.returncode == 2
     assert "holds answers of another run (other: prompts)" in other.stderr

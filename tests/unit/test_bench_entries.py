@@ -71,12 +71,21 @@ def test_the_baseline_is_the_first_plain_decoding_or_the_one_that_is_named() -> 
 
 def test_values_are_composed_with_their_types() -> None:
     settings = compose_settings(
-        ["out=a b/[c]", "setup=same_total_cores", "llama_format=q8_0", "prompts=x y.jsonl,${z}", "draft=null"]
+        [
+            "out=a b/[c]",
+            "setups=same_total_cores",
+            "llama_format=q8_0",
+            "prompts=x y.jsonl,${z}",
+            "draft=null",
+            "temperatures=0, 0.7",
+            "batch_sizes=1,4",
+        ]
     )
     assert (settings.out, settings.prompts, settings.draft) == ("a b/[c]", "x y.jsonl,${z}", None)
-    assert settings.setup is SetUp.same_total_cores
+    assert settings.setup_list == [SetUp.same_total_cores]
+    assert (settings.temperature_list, settings.batch_size_list) == ([0.0, 0.7], [1, 4])
     assert settings.llama_format is LlamaFormat.q8_0
-    assert (settings.repeats, settings.num_prompts) == (3, None)
+    assert (settings.repeats, settings.num_prompts) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +96,12 @@ def test_values_are_composed_with_their_types() -> None:
         (["out=x", "repeats=0"], "repeats=0: expected at least 1"),
         (["out=x", "num_prompts=0"], "num_prompts=0: expected at least 1"),
         (["out=x", "max_tokens=many"], "max_tokens=many: expected a whole number"),
-        (["out=x", "setup=fair"], "setup=fair: expected one of same_target_cores, same_total_cores"),
+        (["out=x", "setups=fair"], "setups=fair: expected some of same_target_cores, same_total_cores"),
+        (["out=x", "batch_sizes=1,0"], "batch_sizes=1,0: expected whole numbers from 1 to 256, got '0'"),
+        (["out=x", "batch_sizes=4,4"], "batch_sizes=4,4: 4 comes twice"),
+        (["out=x", "temperatures=nan"], "temperatures=nan: expected numbers from 0 to"),
         (["out=x", "repeat=2"], "did you mean repeats?"),
-        (["out=x", "temperature=-1"], "temperature=-1.0: expected 0"),
+        (["out=x", "temperatures=0,-1"], "temperatures=0,-1: expected numbers from 0 to"),
         (["out=x", "answer_timeout_s=0"], "expected a positive number of seconds"),
         (["out=x", "systems=sagaro"], "there is no system"),
         (["out=x", "prompts=nowhere.jsonl"], "nowhere.jsonl cannot be read"),
@@ -115,5 +127,5 @@ def test_mistakes_end_with_status_2_and_leave_nothing(
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for key in ("systems=", "setup=same_target_cores", "llama_format=bf16", "transformers_assisted"):
+    for key in ("systems=", "setups=same_target_cores", "llama_format=bf16", "transformers_assisted"):
         assert key in text

@@ -88,4 +88,5 @@ def test_the_own_set_has_four_prompts_of_each_kind() -> None:
         ("code", "mathematics", "chat", "summary", "extraction"), 4
     )
     assert len({p.text for p in prompts}) == 20
+    assert len(set(kinds[:5])) == 5  # so num_prompts=5 has one of each
     assert {p.set_name for p in prompts} == {"built-in"}

@@ -13,10 +13,11 @@ from conf.schema import WeightFormat
 from pipeline.errors import ConfigError
 from tests.bench_plans import FakeWorkers, Reply, lost, make_answer, make_metrics, make_plan
 from tools.bench.figures import ALL_SETS, Figures, all_figures
+from tools.bench.files import results, write_files
 from tools.bench.journal import FILE_NAME, Journal
 from tools.bench.plan import Plan
 from tools.bench.protocol import Answer, EngineSpec, Question
-from tools.bench.report import markdown, results, write_files
+from tools.bench.report import make_report, markdown
 from tools.bench.runner import Outcome, Runner, State
 
 IDENTITY = {"machine": "this", "versions": {"torch": "1"}, "cores": (0, 1)}
@@ -24,28 +25,36 @@ ABOUT = {
     "machine": {"processor": "A processor", "usable_cores": [0, 1]},
     "versions": {},
     "load_average": ["0.10", "0.90"],
+    "date": "2000-01-01",
+    "command": "python -m tools.bench out=x",
 }
 
 
 def run(
     folder: Path, plan: Plan, replies: dict[str, Reply | str] | None = None
 ) -> tuple[FakeWorkers, dict[str, Outcome], dict[str, Figures]]:
-    """Run a plan of one set; figures by label. Writes the report, too."""
+    """Run a plan of one set and one case; outcomes and figures by label. Writes the report, too."""
     workers = FakeWorkers(plan, replies)
     with Journal(folder, IDENTITY) as journal:
         outcomes = Runner(plan, journal, source="s1", open_worker=workers).run()
         figures = all_figures(plan, journal)
-        table = markdown(plan, figures, outcomes, journal, ABOUT)
-        write_files(folder, table, results(plan, figures, outcomes, journal, ABOUT))
-    assert all(worker.is_closed for worker in workers.opened.values())
-    return workers, outcomes, {entry.label: entry for entry in figures}
+        report = make_report(plan, figures, outcomes, journal, about=ABOUT, pictures=[])
+        write_files(folder, report, results(plan, figures, outcomes, journal, about=ABOUT), [])
+    assert all(worker.is_closed for worker in workers.opened)
+    by_label = {label: outcome for (_, label), outcome in outcomes.items()}
+    return workers, by_label, {entry.label: entry for entry in figures}
 
 
 def table_rows(folder: Path) -> dict[str, dict[str, str]]:
-    """Cells of table.md by system and column."""
-    lines = [line for line in (folder / "table.md").read_text().splitlines() if line.startswith("|")]
+    """Cells of the last table in table.md by system and column."""
+    text = (folder / "table.md").read_text().rpartition("\n### ")[2]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def table_text(folder: Path) -> str:
+    return (folder / "table.md").read_text()
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -79,6 +88,8 @@ def test_the_table_and_the_results_hold_the_figures(tmp_path: Path) -> None:
         "over autoregressive": "2.00",
         "95 %": "2.00 to 2.00",
         "first token, ms": "40",
+        "between tokens, ms": "250.0",
+        "p95, ms": "250.0",
         "acceptance length": "1.67",
         "hit rate": "0.80",
         "rounds": "6",
@@ -90,10 +101,10 @@ def test_the_table_and_the_results_hold_the_figures(tmp_path: Path) -> None:
     }
     content = read_results(tmp_path)
     assert len(content["answers"]) == 12
-    assert content["answers"][0]["answer"]["token_ids"] == [1, 2, 3, 4, 5]
-    assert content["systems"]["saguaro"]["given"] == "fake saguaro"
+    assert content["answers"][0]["answers"][0]["token_ids"] == [1, 2, 3, 4, 5]
+    assert content["systems"]["saguaro"]["phases"][0]["given"] == "fake saguaro"
     assert content["figures"][1]["ratio"]["value"] == 2.0
-    assert "- saguaro: fake saguaro" in (tmp_path / "table.md").read_text()
+    assert "- saguaro, same_total_cores, batch 1: fake saguaro" in (tmp_path / "table.md").read_text()
 
 
 def test_several_sets_have_a_table_each_and_one_together(tmp_path: Path) -> None:
@@ -184,8 +195,11 @@ def test_a_lost_worker_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     _, outcomes, figures = run(tmp_path, plan, {"ssd": lost("was ended by SIGKILL", at_call=3)})
     assert outcomes["ssd"].state is State.failed
     assert set(figures) == {"autoregressive", "saguaro"}
-    assert "- ssd: failed: at a 1: was ended by SIGKILL" in (tmp_path / "table.md").read_text()
-    assert read_results(tmp_path)["systems"]["ssd"]["state"] == "failed"
+    assert (
+        "- ssd, same_total_cores, batch 1: failed: at a 1: was ended by SIGKILL"
+        in (tmp_path / "table.md").read_text()
+    )
+    assert read_results(tmp_path)["systems"]["ssd"]["phases"][0]["state"] == "failed"
 
 
 def test_a_lost_baseline_leaves_speeds_and_says_that_tokens_were_not_compared(tmp_path: Path) -> None:
@@ -201,7 +215,9 @@ def test_a_peer_that_is_not_here_is_skipped_with_its_reason(tmp_path: Path) -> N
     workers, outcomes, figures = run(tmp_path, plan, {"llama_cpp": "llama_cpp cannot be imported"})
     assert outcomes["llama_cpp"].state is State.skipped
     assert set(figures) == {"autoregressive"}
-    assert "- llama_cpp: skipped: llama_cpp cannot be imported" in (tmp_path / "table.md").read_text()
+    assert "- llama_cpp, same_total_cores, batch 1: skipped: llama_cpp cannot be imported" in table_text(
+        tmp_path
+    )
     assert [label for label, _ in workers.asked] == ["autoregressive"] * 3
 
 
@@ -223,7 +239,7 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
     workers = FakeWorkers(plan, {"ssd": killed})
     with pytest.raises(KeyboardInterrupt), Journal(tmp_path, IDENTITY) as journal:
         Runner(plan, journal, source="s1", open_worker=workers).run()
-    assert all(worker.is_closed for worker in workers.opened.values())
+    assert all(worker.is_closed for worker in workers.opened)
     done = len(workers.asked) - 3  # two warm-ups, and the one that was killed
     with (tmp_path / FILE_NAME).open("ab") as file:
         file.write(b'{"type":"Row","set_name":"a","ind')  # cut short by the kill
@@ -232,7 +248,7 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
     assert set(outcomes.values()) == {Outcome(state=State.answered)}
     assert len(figures) == 2
     finished, _, _ = run(tmp_path, plan)
-    assert finished.opened == {}
+    assert finished.opened == []
     more, _, _ = run(tmp_path, replace(plan, settings=replace(plan.settings, repeats=3)))
     assert len(more.asked) - 2 == 4
 
@@ -255,8 +271,10 @@ def test_a_changed_source_is_accepted_on_demand_and_the_report_says_so(tmp_path:
         part = replace(plan, settings=replace(plan.settings, repeats=repeats))
         with Journal(tmp_path, {**IDENTITY, "source": source}, may_differ=("source",)) as journal:
             outcomes = Runner(part, journal, source=source, open_worker=FakeWorkers(part)).run()
-            table = markdown(part, all_figures(part, journal), outcomes, journal, ABOUT)
-    assert "2 versions are mixed" in table
+            report = make_report(
+                part, all_figures(part, journal), outcomes, journal, about=ABOUT, pictures=[]
+            )
+    assert "2 versions are mixed" in markdown(report)
     with pytest.raises(ConfigError, match=r"\(other: source\)"):
         Journal(tmp_path, {**IDENTITY, "source": "s2"})
 

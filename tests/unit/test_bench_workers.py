@@ -16,9 +16,19 @@ import pytest
 from conf.schema import RunConfig
 from pipeline.errors import RequestError
 from tests import fake_bench_worker
-from tests.bench_plans import make_answer, make_peer, make_question
+from tests.bench_plans import make_answer, make_batch, make_peer, make_question
 from tools.bench import worker
-from tools.bench.protocol import Answer, EngineSpec, Failed, FromWorker, Question, Ready, Skipped, ToWorker
+from tools.bench.protocol import (
+    Answer,
+    Answers,
+    Batch,
+    EngineSpec,
+    Failed,
+    FromWorker,
+    Ready,
+    Skipped,
+    ToWorker,
+)
 from tools.bench.worker_process import WorkerLost, WorkerProcess
 
 FAKE = (sys.executable, str(Path(fake_bench_worker.__file__)))
@@ -35,15 +45,16 @@ def started(*arguments: str) -> Iterator[WorkerProcess]:
         process.close()  # twice does no harm
 
 
-def question(text: str) -> Question:
-    return msgspec.structs.replace(make_question(), text=text)
+def batch(text: str, *, size: int = 1) -> Batch:
+    return make_batch(*[msgspec.structs.replace(make_question(), text=text)] * size)
 
 
 def test_a_worker_answers_one_question_after_the_other() -> None:
     with started() as process:
         assert process.start(20) == Ready(given="a fake")
         for _ in range(2):
-            assert process.ask(question("anything"), 20).token_ids == [1, 2]
+            answers = process.ask(batch("anything", size=2), 20)
+            assert [answer.token_ids for answer in answers] == [[1, 2], [1, 2]]
         process.close()
 
 
@@ -58,6 +69,7 @@ def test_a_worker_answers_one_question_after_the_other() -> None:
         ("hang", 0.3, "within 0.3 s; its last words: about to start / a library's chatter / about to hang"),
         ("garble", 20, "sent what is no message"),
         ("fail", 20, "RequestError: the prompt is empty"),
+        ("lose", 20, "gave 0 answers to 1 questions"),
     ],
 )
 def test_a_worker_that_misbehaves_is_lost_with_its_last_words(
@@ -67,7 +79,7 @@ def test_a_worker_that_misbehaves_is_lost_with_its_last_words(
         process.start(20)
         began = time.monotonic()
         with pytest.raises(WorkerLost) as caught:
-            process.ask(question(text), timeout_s)
+            process.ask(batch(text), timeout_s)
         process.abandon()
         assert time.monotonic() - began < 10
     assert reason in str(caught.value)
@@ -99,12 +111,12 @@ class OpenedSystem:
         yield self
         self.is_open = False
 
-    def answer(self, question: Question) -> Answer:
-        if question.text == "refuse":
+    def answer(self, batch: Batch) -> list[Answer]:
+        if batch.questions[0].text == "refuse":
             raise RequestError("the prompt is empty")
-        if question.text == "break":
+        if batch.questions[0].text == "break":
             raise ZeroDivisionError("a bug")
-        return make_answer([question.seed])
+        return [make_answer([question.seed]) for question in batch.questions]
 
 
 def serve(*lines: ToWorker) -> tuple[int, list[FromWorker]]:
@@ -116,21 +128,27 @@ def serve(*lines: ToWorker) -> tuple[int, list[FromWorker]]:
 def test_the_loop_answers_until_the_input_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     system = OpenedSystem()
     monkeypatch.setattr(worker.importlib, "import_module", lambda name: system)
-    status, replies = serve(SPEC, make_question(4), make_question(5))
+    status, replies = serve(
+        SPEC, make_batch(make_question(4), make_question(5)), make_batch(make_question(6))
+    )
     assert (status, system.is_open) == (0, False)
-    assert replies == [Ready(given="opened"), make_answer([4]), make_answer([5])]
+    assert replies == [
+        Ready(given="opened"),
+        Answers(answers=[make_answer([4]), make_answer([5])]),
+        Answers(answers=[make_answer([6])]),
+    ]
 
 
 def test_the_loop_says_what_failed_and_shows_bugs_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker.importlib, "import_module", lambda name: OpenedSystem())
-    assert serve(SPEC, question("refuse"), make_question()) == (
+    assert serve(SPEC, batch("refuse"), batch("anything")) == (
         1,
         [Ready(given="opened"), Failed(reason="RequestError: the prompt is empty")],
     )
     assert capsys.readouterr().err == ""
-    assert serve(SPEC, question("break"))[1][-1] == Failed(reason="ZeroDivisionError: a bug")
+    assert serve(SPEC, batch("break"))[1][-1] == Failed(reason="ZeroDivisionError: a bug")
     assert "Traceback" in capsys.readouterr().err
 
 

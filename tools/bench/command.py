@@ -7,6 +7,7 @@ Ctrl-C, after which the same command goes on.
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,16 +16,21 @@ from pathlib import Path
 from conf.compose import options_of
 from conf.keys import keys_of
 from pipeline.errors import ConfigError, EngineError
-from tools.bench.entries import PEER_KEYS
+from tools.bench.entries import PEERS
 from tools.bench.figures import all_figures
+from tools.bench.files import results, write_files
 from tools.bench.journal import Journal
 from tools.bench.plan import make_plan
+from tools.bench.plots import can_draw, draw_all
 from tools.bench.protocol import WorkerSpec
-from tools.bench.report import markdown, results, write_files
+from tools.bench.report import make_report, markdown
 from tools.bench.runner import Runner, Worker
 from tools.bench.settings import BenchSettings, compose_settings
 from tools.bench.worker_process import WorkerProcess
-from tools.distill.progress import say
+from tools.command_line import shown_command
+from tools.progress import say
+
+_PATH_KEYS = ("out", "prompts", "model", "draft")
 
 
 def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess) -> int:
@@ -33,7 +39,9 @@ def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker
         print(_usage())
         return 0 if arguments else 2
     try:
-        return run(compose_settings(arguments), open_worker=open_worker)
+        settings = compose_settings(arguments)
+        command = shown_command("bench", arguments, path_keys=_PATH_KEYS)
+        return run(settings, command=command, open_worker=open_worker)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -45,24 +53,35 @@ def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker
         return 130
 
 
-def run(settings: BenchSettings, *, open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess) -> int:
-    """Measure and report. Returns the exit status. Raises `ConfigError`."""
+def run(
+    settings: BenchSettings,
+    *,
+    command: str = "",
+    open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess,
+) -> int:
+    """Measure and report. command: as the report shows it. Returns the exit status. Raises `ConfigError`."""
     folder = Path(settings.out)
     plan = make_plan(settings)
     identity = plan.identity()
     may_differ = ("source",) if settings.mix_sources else ()
+    if not can_draw():
+        say("matplotlib is not installed, so there will be no pictures; pip install matplotlib")
     with Journal(folder, identity, may_differ=may_differ) as journal:
         load_before = os.getloadavg()
         outcomes = Runner(plan, journal, source=identity["source"], open_worker=open_worker).run()
         about = {
+            "date": datetime.date.today().isoformat(),
+            "command": command,
             "machine": identity["machine"],
             "versions": identity["versions"],
             "load_average": [f"{load:.2f}" for load in (load_before[0], os.getloadavg()[0])],
         }
         figures = all_figures(plan, journal)
-        table = markdown(plan, figures, outcomes, journal, about)
-        write_files(folder, table, results(plan, figures, outcomes, journal, about))
-    print(table, end="")
+        pictures = draw_all(plan, figures) if can_draw() else []
+        report = make_report(plan, figures, outcomes, journal, about=about, pictures=pictures)
+        write_files(folder, report, results(plan, figures, outcomes, journal, about=about), pictures)
+    print(markdown(report), end="")
+    say(f"written: {folder / 'report.html'}")
     return 0 if figures else 1
 
 
@@ -70,7 +89,7 @@ def _usage() -> str:
     lines = [
         "usage: python -m tools.bench out=FOLDER [key=value...]",
         "",
-        f"our systems: {', '.join(options_of('conf'))}; peers: {', '.join(PEER_KEYS)}",
+        f"our systems: {', '.join(options_of('conf'))}; peers: {', '.join(PEERS)}",
         "",
     ]
     for key in keys_of(BenchSettings).values():

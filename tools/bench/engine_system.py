@@ -1,4 +1,4 @@
-"""Our own systems: the engine, one request at a time, with the figures that it measures itself."""
+"""Our own systems: the engine, with the figures that it measures itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pipeline.errors import RequestError
 from pipeline.messages import ChatTurn, RequestFailed, RequestFinished, Sampling, TextBlock
 from pipeline.placement import plan_cores
 from pipeline.topology import usable_cores
+from tools.bench.arrivals import Arrivals
 from tools.bench.identity import short_path
-from tools.bench.protocol import Answer, EngineSpec, Question
+from tools.bench.protocol import Answer, Batch, EngineSpec, Question
 
 _WAIT_S = 5.0
 """The engine looks after its stages while it waits, so this needs no care."""
@@ -27,29 +28,39 @@ class EngineSystem:
         self._engine = engine
         self._num_asked = 0
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, batch: Batch) -> list[Answer]:
         """Raises `RequestError` for a request that fails, and `EngineDead`."""
-        request_id = str(self._num_asked)
-        self._num_asked += 1
         began = time.monotonic()
+        open_requests: dict[str, Arrivals] = {}
+        for question in batch.questions:
+            request_id = str(self._num_asked)
+            self._num_asked += 1
+            open_requests[request_id] = Arrivals(began)
+            self._submit(request_id, question, batch.temperature)
+        answers: dict[str, Answer] = {}
+        order = list(open_requests)
+        while open_requests:
+            for event in self._engine.events(_WAIT_S):
+                match event:
+                    case TextBlock():
+                        open_requests[event.request_id].add(event.token_ids)
+                    case RequestFailed():
+                        raise RequestError(event.reason)
+                    case RequestFinished():
+                        answers[event.request_id] = open_requests.pop(event.request_id).answer(
+                            num_prompt_tokens=event.num_prompt_tokens,
+                            num_rounds=event.metrics.num_rounds,
+                            metrics=event.metrics,
+                        )
+        return [answers[request_id] for request_id in order]
+
+    def _submit(self, request_id: str, question: Question, temperature: float) -> None:
         self._engine.submit(
             request_id=request_id,
             prompt=None if question.is_chat else question.text,
             chat=[ChatTurn(role="user", content=question.text)] if question.is_chat else None,
-            sampling=Sampling(
-                max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed
-            ),
+            sampling=Sampling(max_tokens=question.max_tokens, temperature=temperature, seed=question.seed),
         )
-        token_ids: list[int] = []
-        while True:
-            for event in self._engine.events(_WAIT_S):
-                match event:
-                    case TextBlock():
-                        token_ids.extend(event.token_ids)
-                    case RequestFailed():
-                        raise RequestError(event.reason)
-                    case RequestFinished():
-                        return _answer(event, token_ids, wall_seconds=time.monotonic() - began)
 
 
 @contextmanager
@@ -67,6 +78,7 @@ def describe(config: RunConfig) -> str:
     parts = [
         f"{config.model.dtype.value}, cpu_kernels={config.model.cpu_kernels.value}, "
         f"weights={config.model.weights.value}",
+        f"up to {config.max_requests} requests at once",
         f"{config.placement.name}: target on cores {list(cores.target)}, the rest on {list(cores.draft)}",
     ]
     draft = speculation.draft
@@ -82,17 +94,3 @@ def describe(config: RunConfig) -> str:
             f"backup {speculation.backup.value}"
         )
     return "; ".join(parts)
-
-
-def _answer(finished: RequestFinished, token_ids: list[int], *, wall_seconds: float) -> Answer:
-    metrics = finished.metrics
-    return Answer(
-        token_ids=token_ids,
-        num_prompt_tokens=finished.num_prompt_tokens,
-        ttft_ms=metrics.ttft_ms,
-        num_decoded=max(len(token_ids) - 1, 0),  # the prefill commits exactly one
-        decode_seconds=metrics.decode_seconds,
-        num_rounds=metrics.num_rounds,
-        wall_seconds=wall_seconds,
-        metrics=metrics,
-    )

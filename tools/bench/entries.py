@@ -19,13 +19,28 @@ from pipeline.errors import ConfigError, shown
 
 PLAIN_RUN = "autoregressive"
 """The named run that is plain decoding."""
-PEER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "transformers": (),
-    "transformers_lookup": ("lookup_tokens",),
-    "transformers_assisted": ("draft", "assistant_tokens"),
-    "llama_cpp": ("llama_format",),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerKind:
+    """What is known of a peer before it is loaded."""
+
+    module: str
+    """Has `open_system(spec)`."""
+    keys: tuple[str, ...] = ()
+    """Keys of the bench that an entry may give it otherwise."""
+    takes_batches: bool = False
+
+
+_TRANSFORMERS = "tools.bench.transformers_peer"
+PEERS: Mapping[str, PeerKind] = {
+    "transformers": PeerKind(module=_TRANSFORMERS),
+    "transformers_lookup": PeerKind(module=_TRANSFORMERS, keys=("lookup_tokens",)),
+    "transformers_assisted": PeerKind(module=_TRANSFORMERS, keys=("draft", "assistant_tokens")),
+    "llama_cpp": PeerKind(module="tools.bench.llama_peer", keys=("llama_format",)),
+    "vllm": PeerKind(module="tools.bench.vllm_peer", takes_batches=True),
+    "sglang": PeerKind(module="tools.bench.sglang_peer", takes_batches=True),
 }
-"""The peers, and which keys of the bench an entry may give them otherwise."""
 _OWN_KEYS = ("speculation", "speculation.", "model.weights", "model.cpu_kernels", "placement.page_size")
 """Keys of a run that may differ between systems; the others are the bench's, the same for all."""
 _OVERRIDE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
@@ -46,7 +61,12 @@ class Entry:
     @property
     def is_ours(self) -> bool:
         """Whether this engine answers, and not a peer."""
-        return self.name not in PEER_KEYS
+        return self.name not in PEERS
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether it can answer several questions at once."""
+        return self.is_ours or PEERS[self.name].takes_batches
 
 
 def parse_systems(text: str) -> list[Entry]:
@@ -92,7 +112,7 @@ def _parse_entry(text: str) -> Entry:
     labelled = _LABELLED.fullmatch(head)
     label, name = labelled.groups() if labelled else (text, head)
     label, name = label.strip(), name.strip()
-    known = [*options_of("conf"), *PEER_KEYS]
+    known = [*options_of("conf"), *PEERS]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {near[0]}? " if near else ""
@@ -116,8 +136,8 @@ def _check_keys(entry: Entry) -> None:
             is_allowed = key.startswith(_OWN_KEYS[1]) or key in _OWN_KEYS
             allowed = "speculation.*, model.weights, model.cpu_kernels, placement.page_size"
         else:
-            is_allowed = key in PEER_KEYS[entry.name]
-            allowed = ", ".join(PEER_KEYS[entry.name]) or "none"
+            is_allowed = key in PEERS[entry.name].keys
+            allowed = ", ".join(PEERS[entry.name].keys) or "none"
         if not is_allowed:
             raise ConfigError(
                 f"systems: {shown(entry.label)}: {shown(key)} is no key of one system; {entry.name} has "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -17,10 +17,14 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from pipeline.errors import ConfigError, shown, shown_path
+from tools.bench.cases import Case, Phase
 from tools.bench.identity import fingerprint
 from tools.bench.protocol import Answer
 
 FILE_NAME = "answers.jsonl"
+PromptKey = tuple[str, int]
+"""Set and place in it."""
+RowKey = tuple[Case, str, int, str, int]
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -38,27 +42,34 @@ class Started(_Entry, frozen=True, kw_only=True):
     """A worker is ready; the last one of a system counts."""
 
     label: str
+    phase: Phase
     given: str
     source: str
     """Digest of the engine's source."""
 
 
 class Row(_Entry, frozen=True, kw_only=True):
-    """One answer."""
+    """What one system answered to prompts that were asked at once."""
 
+    case: Case
     set_name: str
     index: int
-    """Of the prompt in its set."""
+    """Of the first prompt in its set; the others follow it."""
     label: str
     """Of the system."""
     repeat: int
     """From 0."""
-    answer: Answer
+    answers: list[Answer]
 
     @property
-    def key(self) -> tuple[str, int, str, int]:
+    def key(self) -> RowKey:
         """What no two rows share."""
-        return self.set_name, self.index, self.label, self.repeat
+        return self.case, self.set_name, self.index, self.label, self.repeat
+
+    def answers_by_prompt(self) -> Iterator[tuple[PromptKey, Answer]]:
+        """Every answer, with set and index of its prompt."""
+        for number, answer in enumerate(self.answers):
+            yield (self.set_name, self.index + number), answer
 
 
 class Journal:
@@ -72,9 +83,9 @@ class Journal:
         cannot be written.
         """
         self._path = folder / FILE_NAME
-        self.rows: dict[tuple[str, int, str, int], Row] = {}
-        self.given: dict[str, str] = {}
-        """What each system that was started ran with."""
+        self.rows: dict[RowKey, Row] = {}
+        self.given: dict[tuple[str, Phase], str] = {}
+        """What each system that was started ran with in each phase."""
         self.sources: set[str] = set()
         """Digests of the source that the answers come from."""
         self._may_differ = may_differ
@@ -104,7 +115,7 @@ class Journal:
         self._file.close()
 
     def add(self, entry: Row | Started) -> None:
-        """Write down an answer or a start."""
+        """Write down answers or a start."""
         self._note(entry)
         self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()
@@ -114,7 +125,7 @@ class Journal:
             case Row():
                 self.rows[entry.key] = entry
             case Started():
-                self.given[entry.label] = entry.given
+                self.given[entry.label, entry.phase] = entry.given
                 self.sources.add(entry.source)
 
     def _lock(self) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from stages.model.cache_folder import build_once
 from stages.model.shape import read_shape
+from tools.bench.arrivals import Arrivals
 from tools.bench.gguf_writer import WRITER_VERSION, write_gguf
 from tools.bench.identity import model_identity
-from tools.bench.protocol import Answer, NotHere, PeerSpec, Question
+from tools.bench.protocol import Answer, Batch, NotHere, PeerSpec, Question
 
 _FILE = "model.gguf"
 
@@ -31,34 +32,28 @@ class LlamaPeer:
         self._ends = frozenset(read_shape(Path(spec.folder)).eos_token_ids)
         self.given = f"llama_cpp {version}, weights {spec.llama_format.value}, f16 KV cache, {spec.threads}"
 
-    def answer(self, question: Question) -> Answer:
-        """Answer one question."""
-        began = time.monotonic()
+    def answer(self, batch: Batch) -> list[Answer]:
+        """Answer one question after the other."""
+        return [self._answer(question, batch.temperature) for question in batch.questions]
+
+    def _answer(self, question: Question, temperature: float) -> Answer:
+        arrivals = Arrivals(time.monotonic())
         # Else it would keep the KV of the longest common prefix with the last prompt, which nobody else does.
         self._llama.reset()
         self._llama.set_seed(question.seed % 2**32)
-        token_ids: list[int] = []
-        times: list[float] = []
         for token in self._llama.generate(
             question.prompt_token_ids,
-            temp=question.temperature,
+            temp=temperature,
             top_k=0,
             top_p=1.0,
             min_p=0.0,
             repeat_penalty=1.0,
         ):
-            times.append(time.monotonic())
-            token_ids.append(int(token))
-            if token_ids[-1] in self._ends or len(token_ids) == question.max_tokens:
+            arrivals.add([int(token)])
+            if arrivals.token_ids[-1] in self._ends or arrivals.num_blocks == question.max_tokens:
                 break
-        return Answer(
-            token_ids=token_ids,
-            num_prompt_tokens=len(question.prompt_token_ids),
-            ttft_ms=1000 * (times[0] - began),
-            num_decoded=len(token_ids) - 1,
-            decode_seconds=times[-1] - times[0] if len(times) > 1 else None,
-            num_rounds=len(token_ids),
-            wall_seconds=times[-1] - began,
+        return arrivals.answer(
+            num_prompt_tokens=len(question.prompt_token_ids), num_rounds=arrivals.num_blocks
         )
 
 

@@ -13,23 +13,35 @@ from statistics import median
 import numpy as np
 
 from pipeline.messages import RequestMetrics
-from tools.bench.journal import Row
+from tools.bench.journal import PromptKey, Row
 from tools.bench.protocol import Answer
-from tools.bench.token_check import PromptKey
 
 _RESAMPLES = 2000
 _BOOTSTRAP_SEED = 1
 _INTERVAL_PERCENT = (2.5, 97.5)
+_HIGH_PERCENT = 95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTimes:
-    """One system on one prompt: medians over the repeats."""
+class DecodeTimes:
+    """One system on prompts that were asked at once: medians over the repeats."""
 
-    ttft_ms: float
     num_decoded: float
-    """Tokens after the first block; 0 if nothing was decoded."""
-    decode_seconds: float
+    """Tokens after the first block of each answer; 0 if nothing was decoded."""
+    seconds: float
+    """From the first block of any answer to the last block of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGaps:
+    """Inter-token times over all tokens of all answers, repeats included, but for those that came first.
+
+    A block of n tokens that arrives t after the one before counts as n tokens with t / n each: the mean is
+    then the time a token, whatever the blocks.
+    """
+
+    median_ms: float
+    p95_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,33 +65,55 @@ class RoundTimes:
     overhead_ms: float | None
 
 
-def times_by_prompt(rows: Iterable[Row]) -> dict[PromptKey, PromptTimes]:
-    """Medians over the repeats of each prompt, of one system."""
+def decode_times(rows: Iterable[Row]) -> dict[PromptKey, DecodeTimes]:
+    """Of one system in one case, by the first prompt of those that were asked at once."""
+    repeats: dict[PromptKey, list[list[Answer]]] = defaultdict(list)
+    for row in rows:
+        repeats[row.set_name, row.index].append(row.answers)
     return {
-        key: PromptTimes(
-            ttft_ms=median(answer.ttft_ms for answer in answers),
-            num_decoded=median(answer.num_decoded for answer in answers),
-            decode_seconds=median(answer.decode_seconds or 0.0 for answer in answers),
+        key: DecodeTimes(
+            num_decoded=median(sum(answer.num_decoded for answer in answers) for answers in listed),
+            seconds=median(_decode_seconds(answers) for answers in listed),
         )
-        for key, answers in _answers_by_prompt(rows).items()
+        for key, listed in repeats.items()
     }
 
 
-def speed(times: Iterable[PromptTimes]) -> float | None:
+def ttft_ms(rows: Iterable[Row]) -> float:
+    """Time to first token: median over prompts of the median over repeats."""
+    return median(
+        median(answer.ttft_ms for answer in answers) for answers in _answers_by_prompt(rows).values()
+    )
+
+
+def token_gaps(rows: Iterable[Row]) -> TokenGaps | None:
+    """None if nothing was decoded."""
+    gaps_s: list[float] = []
+    for row in rows:
+        for answer in row.answers:
+            for gap_s, count in zip(np.diff(answer.block_times_s), answer.block_tokens[1:], strict=True):
+                gaps_s += [float(gap_s) / count] * count
+    if not gaps_s:
+        return None
+    middle, high = np.percentile(gaps_s, (50, _HIGH_PERCENT))
+    return TokenGaps(median_ms=1000 * float(middle), p95_ms=1000 * float(high))
+
+
+def speed(times: Iterable[DecodeTimes]) -> float | None:
     """Tokens a second while decoding: all tokens over all seconds. None if nothing was decoded."""
     listed = list(times)
-    seconds = sum(entry.decode_seconds for entry in listed)
+    seconds = sum(entry.seconds for entry in listed)
     return sum(entry.num_decoded for entry in listed) / seconds if seconds > 0 else None
 
 
 def speed_ratio(
-    system: Mapping[PromptKey, PromptTimes], baseline: Mapping[PromptKey, PromptTimes]
+    system: Mapping[PromptKey, DecodeTimes], baseline: Mapping[PromptKey, DecodeTimes]
 ) -> Ratio | None:
-    """None if there is no prompt that both decoded."""
+    """None if there are no prompts that both decoded."""
     shared = [
         key
         for key, times in system.items()
-        if times.decode_seconds > 0 and key in baseline and baseline[key].decode_seconds > 0
+        if times.seconds > 0 and key in baseline and baseline[key].seconds > 0
     ]
     if not shared:
         return None
@@ -87,9 +121,9 @@ def speed_ratio(
         [
             (
                 system[key].num_decoded,
-                system[key].decode_seconds,
+                system[key].seconds,
                 baseline[key].num_decoded,
-                baseline[key].decode_seconds,
+                baseline[key].seconds,
             )
             for key in shared
         ]
@@ -106,7 +140,7 @@ def speed_ratio(
 
 def acceptance_length(rows: Iterable[Row]) -> float | None:
     """Output tokens a round, the bonus token included. None where rounds are not known."""
-    answers = [row.answer for row in rows]
+    answers = [answer for row in rows for answer in row.answers]
     rounds = [answer.num_rounds for answer in answers if answer.num_rounds is not None]
     if len(rounds) < len(answers) or not sum(rounds):
         return None
@@ -115,7 +149,7 @@ def acceptance_length(rows: Iterable[Row]) -> float | None:
 
 def hit_rate(rows: Iterable[Row]) -> float | None:
     """Hits over looked-up outcomes. None without a speculation cache."""
-    metrics = [row.answer.metrics for row in rows]
+    metrics = [answer.metrics for row in rows for answer in row.answers]
     hits = sum(m.cache_hits or 0 for m in metrics if m is not None)
     misses = sum(m.cache_misses or 0 for m in metrics if m is not None)
     return hits / (hits + misses) if hits + misses else None
@@ -146,8 +180,16 @@ def round_times(rows: Iterable[Row]) -> RoundTimes | None:
 def _answers_by_prompt(rows: Iterable[Row]) -> dict[PromptKey, list[Answer]]:
     answers: dict[PromptKey, list[Answer]] = defaultdict(list)
     for row in rows:
-        answers[row.set_name, row.index].append(row.answer)
+        for key, answer in row.answers_by_prompt():
+            answers[key].append(answer)
     return answers
+
+
+def _decode_seconds(answers: Sequence[Answer]) -> float:
+    """0 if nothing was decoded."""
+    if not any(answer.num_decoded for answer in answers):
+        return 0.0
+    return max(a.block_times_s[-1] for a in answers) - min(a.block_times_s[0] for a in answers)
 
 
 def _sum_of_medians(

@@ -1,4 +1,4 @@
-"""From settings to what will be run: every system with its worker's specification, every prompt with its ids.
+"""From settings to what will be run: systems with their workers' specifications, prompts with their ids.
 
 Everything that the user can mend is found here, before a worker starts.
 """
@@ -6,7 +6,7 @@ Everything that the user can mend is found here, before a worker starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pipeline.topology import usable_cores
 from stages.model.draft_card import is_draft_folder
 from stages.model.shape import read_shape
 from stages.tokenizer import PromptEncoder
+from tools.bench.cases import Case, Phase
 from tools.bench.entries import PLAIN_RUN, Entry, choose_baseline, parse_systems
 from tools.bench.identity import fingerprint, machine, model_identity, source_digest, versions
 from tools.bench.prompts import PromptText, read_sets
@@ -40,15 +41,26 @@ _DRAFTING_RUN = "speculative"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSystem:
-    """One system and what its worker is told."""
+    """One system and what its workers are told."""
 
     entry: Entry
     spec: WorkerSpec
+    """For one question at a time and all cores."""
 
     @property
     def label(self) -> str:
         """What it is called."""
         return self.entry.label
+
+    def spec_for(self, phase: Phase) -> WorkerSpec:
+        """The same for that phase."""
+        placement = _PLACEMENTS[phase.setup]
+        if isinstance(self.spec, PeerSpec):
+            cores = list(plan_cores(placement, usable_cores()).target)
+            return msgspec.structs.replace(self.spec, cores=cores, batch_size=phase.batch_size)
+        config = self.spec.config
+        own = replace(config.placement, name=placement.name, target_cores=placement.target_cores)
+        return EngineSpec(config=replace(config, placement=own, max_requests=phase.batch_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +83,46 @@ class Plan:
     baseline: Entry
     prompts: list[PlannedPrompt]
 
+    @property
+    def phases(self) -> list[Phase]:
+        """In their order."""
+        settings = self.settings
+        return [
+            Phase(setup=setup, batch_size=batch_size)
+            for setup in settings.setup_list
+            for batch_size in settings.batch_size_list
+        ]
+
+    @property
+    def cases(self) -> list[Case]:
+        """In their order."""
+        temperatures = self.settings.temperature_list
+        return [Case(phase=phase, temperature=t) for phase in self.phases for t in temperatures]
+
+    def systems_in(self, phase: Phase) -> list[PlannedSystem]:
+        """Those that take batches of that size."""
+        return [s for s in self.systems if s.entry.takes_batches or phase.batch_size == 1]
+
+    def groups(self, batch_size: int) -> list[list[PlannedPrompt]]:
+        """The prompts that are asked at once: of one set, in its order. A set's last group may be smaller."""
+        groups: list[list[PlannedPrompt]] = []
+        for prompt in self.prompts:
+            last = groups[-1] if groups else []
+            if not last or last[-1].set_name != prompt.set_name or len(last) == batch_size:
+                groups.append(last := [])
+            last.append(prompt)
+        return groups
+
     def system(self, label: str) -> PlannedSystem:
         """The one of that label."""
         return next(system for system in self.systems if system.label == label)
 
     def identity(self) -> dict[str, Any]:
-        """All that an answer and its time depend on; how often each is repeated is not among it."""
+        """All that an answer and its time depend on, but for what more answers are added for: repeats,
+        temperatures, batch sizes and set-ups.
+        """
         prompts = [(prompt.set_name, prompt.index, prompt.question) for prompt in self.prompts]
         return {
-            "setup": self.settings.setup.value,
             "target": model_identity(self.folder),
             "systems": {system.label: msgspec.to_builtins(system.spec) for system in self.systems},
             "drafts": {label: model_identity(Path(draft)) for label, draft in self._drafts()},
@@ -104,7 +147,7 @@ def make_plan(settings: BenchSettings) -> Plan:
     entries = parse_systems(settings.systems)
     baseline = choose_baseline(entries, settings.baseline)
     texts = read_sets(settings.prompts, num_prompts=settings.num_prompts)
-    _check_cores(settings.setup)
+    _check_cores(settings.setup_list)
     plain = _resolved(Entry(label=PLAIN_RUN, name=PLAIN_RUN), settings)
     assert plain.model.path is not None, "it is resolved"
     folder = Path(plain.model.path)
@@ -122,22 +165,20 @@ def make_plan(settings: BenchSettings) -> Plan:
         )
         for entry in entries
     ]
-    return Plan(settings=settings, folder=folder, systems=systems, baseline=baseline, prompts=prompts)
+    plan = Plan(settings=settings, folder=folder, systems=systems, baseline=baseline, prompts=prompts)
+    _check_phases(plan)
+    return plan
 
 
 def _resolved(entry: Entry, settings: BenchSettings) -> RunConfig:
     """The run's configuration, as `python -m pipeline.run` would have it, with local models."""
-    placement = _PLACEMENTS[settings.setup]
     arguments = [
         f"conf={entry.name}",
-        f"placement={placement.name}",
+        f"placement={_PLACEMENTS[SetUp.same_total_cores].name}",
         f"model.dtype={settings.dtype.name}",
         f"max_tokens={settings.max_tokens}",
-        f"temperature={settings.temperature!r}",
         *entry.overrides,
     ]
-    if placement.target_cores is not None:
-        arguments.append(f"placement.target_cores={placement.target_cores}")
     if settings.model is not None:
         arguments.append(f"model.path={settings.model}")
     try:
@@ -149,14 +190,26 @@ def _resolved(entry: Entry, settings: BenchSettings) -> RunConfig:
         raise ConfigError(where + str(error).replace("model.path=", "model=")) from None
 
 
+def _check_phases(plan: Plan) -> None:
+    for system in plan.systems:
+        for phase in plan.phases:
+            spec = system.spec_for(phase)
+            if isinstance(spec, EngineSpec):
+                try:
+                    check(spec.config)
+                except ConfigError as error:
+                    raise ConfigError(f"systems: {shown(system.label)}: {phase}: {error}") from None
+
+
 def _peer_spec(entry: Entry, settings: BenchSettings, folder: Path, *, max_context: int) -> PeerSpec:
     own = dict(override.partition("=")[::2] for override in entry.overrides)
     return PeerSpec(
         name=entry.name,
         folder=str(folder),
         dtype=settings.dtype,
-        cores=list(plan_cores(_PLACEMENTS[settings.setup], usable_cores()).target),
+        cores=list(usable_cores()),
         max_context=max_context,
+        batch_size=1,
         draft=_assistant(entry, own.get("draft", settings.draft), settings),
         assistant_tokens=_whole(entry, own, "assistant_tokens", settings.assistant_tokens),
         lookup_tokens=_whole(entry, own, "lookup_tokens", settings.lookup_tokens) or settings.lookup_tokens,
@@ -199,11 +252,11 @@ def _llama_format(entry: Entry, value: str | None, default: LlamaFormat) -> Llam
     return LlamaFormat[value]
 
 
-def _check_cores(setup: SetUp) -> None:
-    if setup is SetUp.same_target_cores and len(usable_cores()) < 2:
+def _check_cores(setups: Sequence[SetUp]) -> None:
+    if SetUp.same_target_cores in setups and len(usable_cores()) < 2:
         raise ConfigError(
-            f"setup={setup.value}: expected at least 2 usable cores, one for the target and one for the "
-            f"draft, got 1; choose setup={SetUp.same_total_cores.value}"
+            f"setups={SetUp.same_target_cores.value}: expected at least 2 usable cores, one for the target "
+            f"and one for the draft, got 1; choose setups={SetUp.same_total_cores.value}"
         )
 
 
@@ -222,7 +275,6 @@ def _encode(texts: Sequence[PromptText], folder: Path, settings: BenchSettings) 
             is_chat=is_chat,
             prompt_token_ids=token_ids,
             max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
             seed=settings.seed + number,
         )
         prompts.append(PlannedPrompt(set_name=prompt.set_name, index=prompt.index, question=question))

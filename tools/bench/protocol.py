@@ -1,7 +1,7 @@
 """What the bench and its workers tell one another: one JSON object a line.
 
-bench  -> worker   EngineSpec or PeerSpec, once; then a Question at a time; end of file ends the worker
-worker -> bench    Ready or Skipped, once; then an Answer for each Question; or Failed, and the end
+bench  -> worker   EngineSpec or PeerSpec, once; then a Batch at a time; end of file ends the worker
+worker -> bench    Ready or Skipped, once; then Answers for each Batch; or Failed, and the end
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 
 
 class EngineSpec(_Line, frozen=True, kw_only=True):
-    """One of our systems: a composed configuration, whose models are local folders."""
+    """One of our systems: a composed configuration, whose models are local folders. Its `max_requests` is the
+    size of the largest batch."""
 
     config: RunConfig
 
@@ -31,7 +32,7 @@ class PeerSpec(_Line, frozen=True, kw_only=True):
     """One of the peers."""
 
     name: str
-    """As in `tools.bench.entries.PEER_KEYS`."""
+    """As in `tools.bench.entries.PEERS`."""
     folder: str
     """Of the target."""
     dtype: DType
@@ -39,6 +40,8 @@ class PeerSpec(_Line, frozen=True, kw_only=True):
     """The only cores it may use; it gets a thread each."""
     max_context: int
     """Tokens of the longest prompt and its answer."""
+    batch_size: int
+    """Questions of the largest batch."""
     draft: str | None
     assistant_tokens: int | None
     lookup_tokens: int
@@ -53,7 +56,7 @@ class PeerSpec(_Line, frozen=True, kw_only=True):
 WorkerSpec = EngineSpec | PeerSpec
 
 
-class Question(_Line, frozen=True, kw_only=True):
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One prompt, as text for ours and as the ids of the same text for peers."""
 
     text: str
@@ -61,8 +64,14 @@ class Question(_Line, frozen=True, kw_only=True):
     """Whether the model's chat template applies."""
     prompt_token_ids: list[int]
     max_tokens: int
-    temperature: float
     seed: int
+
+
+class Batch(_Line, frozen=True, kw_only=True):
+    """Questions that are asked at once."""
+
+    questions: list[Question]
+    temperature: float
 
 
 class Ready(_Line, frozen=True, kw_only=True):
@@ -84,25 +93,37 @@ class Failed(_Line, frozen=True, kw_only=True):
     reason: str
 
 
-class Answer(_Line, frozen=True, kw_only=True):
-    """One answer and its times."""
+class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One answer, and when its tokens reached whoever asked."""
 
     token_ids: list[int]
     """The end-of-sequence token included."""
     num_prompt_tokens: int
-    ttft_ms: float
-    """From the question to the first tokens."""
-    num_decoded: int
-    """Tokens after those that came first."""
-    decode_seconds: float | None
-    """In which they came; None if there were none."""
+    block_times_s: list[float]
+    """When each block of tokens arrived, in seconds since its batch was asked; at least one, ascending."""
+    block_tokens: list[int]
+    """Tokens in each block: what one round gave arrives at once."""
     num_rounds: int | None
     """Target forwards that gave tokens, the prefill included; None where it is not known."""
-    wall_seconds: float
-    """From the question to the whole answer, as the worker saw it."""
     metrics: RequestMetrics | None = None
     """The engine's own figures; None for peers."""
 
+    @property
+    def ttft_ms(self) -> float:
+        """From the question to the first block."""
+        return 1000 * self.block_times_s[0]
 
-ToWorker = WorkerSpec | Question
-FromWorker = Ready | Skipped | Failed | Answer
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after the first block."""
+        return len(self.token_ids) - self.block_tokens[0]
+
+
+class Answers(_Line, frozen=True, kw_only=True):
+    """The answers to a batch, in the order of its questions."""
+
+    answers: list[Answer]
+
+
+ToWorker = WorkerSpec | Batch
+FromWorker = Ready | Skipped | Failed | Answers

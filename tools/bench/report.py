@@ -1,155 +1,227 @@
-"""What a bench leaves behind: a Markdown table for people, results.json for programs.
+"""A bench as a document, before it is Markdown or HTML: sections of sentences, tables and pictures.
 
-Only formats. `-` stands for what is undefined, or not shown because the tokens were refused.
+Only puts figures into words. `-` stands for what is undefined, or not shown because tokens were refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from tools.bench.figures import Figures
+from tools.bench.cases import Case
+from tools.bench.figures import Figures, set_names
 from tools.bench.journal import Journal
 from tools.bench.measures import Ratio
 from tools.bench.plan import Plan
-from tools.bench.runner import Outcome, State
+from tools.bench.plots import Picture
+from tools.bench.runner import Outcomes, State
+from tools.bench.settings import SetUp
+from tools.tables import UNDEFINED, Table, number
 
-_UNDEFINED = "-"
 _COLUMNS = (
-    "system", "tokens/s", "over {baseline}", "95 %", "first token, ms", "acceptance length", "hit rate",
-    "rounds", "target, ms", "waited, ms", "overlap, ms", "overhead, ms", "tokens",
+    "system", "tokens/s", "over {baseline}", "95 %", "first token, ms", "between tokens, ms", "p95, ms",
+    "acceptance length", "hit rate", "rounds", "target, ms", "waited, ms", "overlap, ms", "overhead, ms",
+    "tokens",
 )  # fmt: skip
-_NOTES = """\
-tokens/s: while decoding, without the prefill; all tokens over all seconds, each prompt's seconds the median
-of its repeats. 95 %: interval of the ratio, from resampled prompts. First token: median over prompts.
-Acceptance length: tokens a target forward, the bonus token included. Rounds: target forwards on one pass over
-the prompts. The ms columns are of an average decode round: the target's forward and choices, its waiting,
-draft and target at once, and what is neither computing nor waiting for a draft. Tokens: the answers that
-equal the baseline's."""
+_NOTES = (
+    "tokens/s: while decoding, of all requests of a batch together: all tokens after the first block of each "
+    "answer, over all seconds from the first block of any answer of a batch to its last. With batches the "
+    "prefills of the others lie in that time. Seconds are medians over repeats.",
+    "95 %: interval of the ratio, from resampled prompts (bootstrap, fixed seed).",
+    "First token: from the question to the first block, median over prompts.",
+    "Between tokens: median and 95th percentile over all tokens but the first block; a block of n tokens "
+    "that arrives t after the one before counts as n tokens with t / n each.",
+    "Acceptance length: tokens a target forward, the bonus token included. Rounds: target forwards on one "
+    "pass over the prompts. Both are unknown for vLLM and SGLang.",
+    "Hit rate: outcomes with a token drafted ahead, of all outcomes that were looked up.",
+    "The ms columns after rounds are of an average decode round of a request: the target's forward and "
+    "choices, its waiting, draft and target at once, and what is neither computing nor waiting for a draft.",
+    "Tokens: the answers that equal the baseline's. A system that must give the same tokens, and does not, "
+    "has no times here.",
+)
 
 
-def markdown(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the document; what it lacks is empty."""
+
+    heading: str
+    level: int = 2
+    paragraphs: Sequence[str] = ()
+    table: Table | None = None
+    items: Sequence[str] = ()
+    code: str | None = None
+    picture: Picture | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The document."""
+
+    title: str
+    sections: Sequence[Section]
+
+
+def make_report(
     plan: Plan,
     figures: Sequence[Figures],
-    outcomes: Mapping[str, Outcome],
+    outcomes: Outcomes,
     journal: Journal,
+    *,
     about: Mapping[str, Any],
-) -> str:
-    """The whole report. about: `machine`, `versions` and `load_average` (before, after)."""
-    settings = plan.settings
-    choice = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
-    lines = [
-        f"# {settings.setup.value}: {settings.model or 'demo model'}, {settings.dtype.value}, {choice}",
-        "",
-        f"At most {settings.max_tokens} tokens an answer, seed {settings.seed}, {settings.repeats} repeats "
-        f"in turns, baseline {plan.baseline.label}.",
-        f"{about['machine']['processor']}, cores {about['machine']['usable_cores']}; load average before and "
-        f"after: {', '.join(about['load_average'])}.",
-        "",
+    pictures: Sequence[Picture],
+) -> Report:
+    """about: `machine`, `versions`, `load_average` (before, after), `date`, `command`."""
+    return Report(
+        title=f"{plan.settings.model or 'demo model'}, {plan.settings.dtype.value}",
+        sections=[
+            _how(plan, journal, about),
+            _set_ups(plan),
+            _overview(plan, figures),
+            *(Section(heading=p.title, level=3, paragraphs=[p.caption], picture=p) for p in pictures),
+            *_case_sections(plan, figures),
+            *_without_figures(outcomes),
+            _given(plan, journal),
+            Section(heading="What the columns mean", items=_NOTES),
+        ],
+    )
+
+
+def markdown(report: Report) -> str:
+    """The document as Markdown; pictures are linked by name."""
+    lines = [f"# {report.title}", ""]
+    for section in report.sections:
+        lines += [f"{'#' * section.level} {section.heading}", ""]
+        for paragraph in section.paragraphs:
+            lines += [paragraph, ""]
+        if section.code is not None:
+            lines += ["```", section.code, "```", ""]
+        if section.table is not None:
+            lines += [*section.table.markdown_lines(), ""]
+        if section.items:
+            lines += [*(f"- {item}" for item in section.items), ""]
+        if section.picture is not None:
+            lines += [f"![{section.heading}]({section.picture.file_name})", ""]
+    return "\n".join(lines)
+
+
+def _how(plan: Plan, journal: Journal, about: Mapping[str, Any]) -> Section:
+    settings, machine = plan.settings, about["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    paragraphs = [
+        f"{about['date']}; {machine['processor']}, usable cores {machine['usable_cores']}; load average "
+        f"before and after: {', '.join(about['load_average'])}. {packages}.",
+        f"At most {settings.max_tokens} tokens an answer, seeds from {settings.seed}, {settings.repeats} "
+        f"repeat{'s' if settings.repeats > 1 else ''}, the systems in turns on every prompt; baseline "
+        f"{plan.baseline.label}.",
     ]
     if len(journal.sources) > 1:
-        lines += [f"The engine's source changed on the way: {len(journal.sources)} versions are mixed.", ""]
-    for name in dict.fromkeys(entry.set_name for entry in figures):
-        of_set = [entry for entry in figures if entry.set_name == name]
-        lines += [f"## {name}: {of_set[0].num_prompts} prompts", ""]
-        header = [column.format(baseline=plan.baseline.label) for column in _COLUMNS]
-        lines += [_row(header), _row(["---"] * len(header))]
-        lines += [_row(_cells(entry)) for entry in of_set]
-        lines.append("")
-    missing = {label: outcome for label, outcome in outcomes.items() if outcome.state is not State.answered}
-    if missing:
-        lines += ["## Without figures", ""]
-        lines += [f"- {label}: {outcome.state.value}: {outcome.reason}" for label, outcome in missing.items()]
-        lines.append("")
-    lines += ["## What each was given", ""]
-    lines += [
-        f"- {system.label}: {journal.given[system.label]}"
+        paragraphs.append(
+            f"The engine's source changed on the way: {len(journal.sources)} versions are mixed."
+        )
+    return Section(heading="How it was measured", paragraphs=paragraphs, code=about["command"])
+
+
+def _set_ups(plan: Plan) -> Section:
+    measured = plan.settings.setup_list
+    return Section(
+        heading="Which cores",
+        items=[
+            f"{setup.value}{'' if setup in measured else ' (not measured here)'}: {setup.meaning}."
+            for setup in SetUp
+        ],
+    )
+
+
+def _overview(plan: Plan, figures: Sequence[Figures]) -> Section:
+    """Speed of every system in every case, on all sets together."""
+    name = set_names(plan)[-1]
+    by_place = {(f.case, f.label): f for f in figures if f.set_name == name}
+    rows = [
+        [system.label, *(_speed(by_place.get((case, system.label))) for case in plan.cases)]
         for system in plan.systems
-        if system.label in journal.given
     ]
-    lines += ["", _NOTES]
-    return "\n".join(lines) + "\n"
+    return Section(
+        heading="Overview",
+        paragraphs=[f"Tokens/s on {name}; in brackets over {plan.baseline.label} in the same column."],
+        table=Table(head=["system", *map(str, plan.cases)], rows=rows),
+    )
 
 
-def results(
-    plan: Plan,
-    figures: Sequence[Figures],
-    outcomes: Mapping[str, Outcome],
-    journal: Journal,
-    about: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Everything, answers included, as JSON can hold it."""
-    return {
-        "settings": msgspec.to_builtins(plan.settings),
-        "baseline": plan.baseline.label,
-        "sources": sorted(journal.sources),
-        **about,
-        "systems": {
-            system.label: {
-                "name": system.entry.name,
-                "overrides": list(system.entry.overrides),
-                "state": outcomes[system.label].state.value,
-                "reason": outcomes[system.label].reason,
-                "given": journal.given.get(system.label),
-                "worker": msgspec.to_builtins(system.spec),
-            }
-            for system in plan.systems
-        },
-        "figures": [
-            {**asdict(entry), "tokens": {**asdict(entry.tokens), "text": str(entry.tokens)}}
-            for entry in figures
-        ],
-        "prompts": [
-            {"set_name": p.set_name, "index": p.index, **msgspec.to_builtins(p.question)}
-            for p in plan.prompts
-        ],
-        "answers": [msgspec.to_builtins(row) for row in journal.rows.values()],
-    }
+def _case_sections(plan: Plan, figures: Sequence[Figures]) -> list[Section]:
+    sections = []
+    for case in plan.cases:
+        sections.append(Section(heading=str(case), paragraphs=_about_batches(plan, case)))
+        for name in set_names(plan):
+            of_set = [f for f in figures if (f.case, f.set_name) == (case, name)]
+            if of_set:
+                head = [column.format(baseline=plan.baseline.label) for column in _COLUMNS]
+                table = Table(head=head, rows=[_cells(entry) for entry in of_set])
+                heading = f"{name}: {of_set[0].num_prompts} prompts"
+                sections.append(Section(heading=heading, level=3, table=table))
+    return sections
 
 
-def write_files(folder: Path, table: str, content: Mapping[str, Any]) -> None:
-    """table.md and results.json, each complete or as it was."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-    for name, body in (("table.md", table), ("results.json", text)):
-        scratch = folder / f"{name}.partial"
-        scratch.write_text(body, encoding="utf-8")
-        os.replace(scratch, folder / name)
+def _about_batches(plan: Plan, case: Case) -> list[str]:
+    size = case.phase.batch_size
+    if size == 1:
+        return []
+    small = [len(group) for group in plan.groups(size) if len(group) < size]
+    text = f"{size} requests of a set are asked at once, and the next {size} when all are answered"
+    return [f"{text}; {len(small)} groups are smaller." if small else f"{text}."]
+
+
+def _without_figures(outcomes: Outcomes) -> list[Section]:
+    items = [
+        f"{label}, {phase}: {outcome.state.value}: {outcome.reason}"
+        for (phase, label), outcome in outcomes.items()
+        if outcome.state is not State.answered
+    ]
+    return [Section(heading="Without figures", items=items)] if items else []
+
+
+def _given(plan: Plan, journal: Journal) -> Section:
+    items = [
+        f"{system.label}, {phase}: {journal.given[system.label, phase]}"
+        for system in plan.systems
+        for phase in plan.phases
+        if (system.label, phase) in journal.given
+    ]
+    return Section(heading="What each was given", items=items)
+
+
+def _speed(entry: Figures | None) -> str:
+    if entry is None:
+        return UNDEFINED
+    if entry.tokens.is_refused:
+        return "refused"
+    ratio = "" if entry.ratio is None else f" ({entry.ratio.value:.2f})"
+    return number(entry.tokens_per_second, 1) + ratio
 
 
 def _cells(entry: Figures) -> list[str]:
-    rounds = entry.rounds
+    rounds, gaps = entry.rounds, entry.token_gaps
     times: list[float | None] = [None] * 4
     if rounds is not None:
         times = [rounds.target_ms, rounds.wait_ms, rounds.overlap_ms, rounds.overhead_ms]
     return [
         entry.label,
-        _number(entry.tokens_per_second, 1),
-        _number(None if entry.ratio is None else entry.ratio.value, 2),
+        number(entry.tokens_per_second, 1),
+        number(None if entry.ratio is None else entry.ratio.value, 2),
         _interval(entry.ratio),
-        _number(entry.ttft_ms, 0),
-        _number(entry.acceptance_length, 2),
-        _number(entry.hit_rate, 2),
-        _number(None if rounds is None else rounds.num_rounds, 0),
-        *(_number(time, 2) for time in times),
+        number(entry.ttft_ms, 0),
+        number(None if gaps is None else gaps.median_ms, 1),
+        number(None if gaps is None else gaps.p95_ms, 1),
+        number(entry.acceptance_length, 2),
+        number(entry.hit_rate, 2),
+        number(None if rounds is None else rounds.num_rounds, 0),
+        *(number(time, 2) for time in times),
         str(entry.tokens),
     ]
 
 
 def _interval(ratio: Ratio | None) -> str:
     if ratio is None or ratio.interval is None:
-        return _UNDEFINED
+        return UNDEFINED
     return f"{ratio.interval[0]:.2f} to {ratio.interval[1]:.2f}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return _UNDEFINED if value is None else f"{value:.{digits}f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -3,8 +3,9 @@
 Our systems are exact, so theirs must be equal: in every number format, and when sampled, as all of them draw
 the same noise. One whose target has other weights (`model.weights`) has a law of its own, and is compared
 with plain decoding of that law instead of the baseline. A peer's must be equal where both sides compute in
-float32 or better and choose greedily. In bfloat16 it rounds otherwise, llama.cpp has formats of its own, and
-a peer's noise is another: there equality is counted, or not looked at.
+float32 or better and choose greedily. In bfloat16 it rounds otherwise, and llama.cpp has formats of its own:
+there equality is counted. A peer's noise is another, and the rejection rule (`speculation.verification`) uses
+ours otherwise: sampled answers are not compared there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from enum import Enum
 
 from conf.schema import DType
 from tools.bench.entries import Entry
-from tools.bench.journal import Row
-
-PromptKey = tuple[str, int]
-"""Set and place in it."""
+from tools.bench.journal import PromptKey, Row
 
 
 class Rule(str, Enum):
@@ -26,8 +24,8 @@ class Rule(str, Enum):
 
     must_match = "must_match"
     may_differ = "may_differ"
-    own_noise = "own_noise"
-    """Sampled with other noise: not comparable."""
+    own_draws = "own_draws"
+    """Sampled otherwise, with the same law at best: not comparable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,8 @@ class TokenCheck:
         where = "" if self.against is None else f" ({self.against})"
         if self.is_refused:
             return f"refused: {self.num_different} of {self.num_compared} answers differ{where}"
-        if self.rule is Rule.own_noise:
-            return "not compared: other noise"
+        if self.rule is Rule.own_draws:
+            return "not compared: other draws"
         if self.num_compared == 0:
             return "not compared: no answers to compare with"
         text = f"{self.num_compared - self.num_different} of {self.num_compared} identical{where}"
@@ -60,13 +58,15 @@ class TokenCheck:
         return f"{text}, {left} not compared" if left else text
 
 
-def rule_between(entry: Entry, baseline: Entry, *, dtype: DType, temperature: float) -> Rule:
-    """What is expected of the answers of `entry`."""
+def rule_between(
+    entry: Entry, baseline: Entry, *, dtype: DType, temperature: float, is_coupled: bool = True
+) -> Rule:
+    """What is expected of the answers of `entry`. is_coupled: whether both, as far as they are ours, are."""
     peers = [one.name for one in (entry, baseline) if not one.is_ours]
+    if temperature > 0 and (peers or not is_coupled):
+        return Rule.own_draws
     if not peers:
         return Rule.must_match
-    if temperature > 0:
-        return Rule.own_noise
     is_exact = dtype is not DType.bfloat16 and "llama_cpp" not in peers
     return Rule.must_match if is_exact else Rule.may_differ
 
@@ -75,7 +75,8 @@ def reference_tokens(rows: Iterable[Row]) -> dict[PromptKey, list[int]]:
     """The ids for each prompt, of the first repeat."""
     tokens: dict[PromptKey, list[int]] = {}
     for row in sorted(rows, key=lambda row: row.repeat):
-        tokens.setdefault((row.set_name, row.index), row.answer.token_ids)
+        for key, answer in row.answers_by_prompt():
+            tokens.setdefault(key, answer.token_ids)
     return tokens
 
 
@@ -88,12 +89,12 @@ def check_tokens(
 ) -> TokenCheck:
     """Compare every answer, repeats included. against: whose the reference is, if not the baseline's."""
     num_answers = num_compared = num_different = 0
-    for row in rows:
+    for key, answer in (pair for row in rows for pair in row.answers_by_prompt()):
         num_answers += 1
-        expected = reference.get((row.set_name, row.index))
+        expected = reference.get(key)
         if expected is not None:
             num_compared += 1
-            num_different += row.answer.token_ids != expected
+            num_different += answer.token_ids != expected
     return TokenCheck(
         rule=rule,
         num_answers=num_answers,

@@ -18,26 +18,23 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from stages.model.shape import read_shape
+from tools.bench.arrivals import Arrivals
 from tools.bench.assisted_draft import load_assistant
 from tools.bench.identity import short_path
-from tools.bench.protocol import Answer, PeerSpec, Question
+from tools.bench.protocol import Answer, Batch, PeerSpec, Question
 
 
 class RoundClock(BaseStreamer):  # type: ignore[misc]
-    """Notes when tokens come, and how many: `generate` puts the prompt first, then every round's tokens."""
+    """Notes when tokens come: `generate` puts the prompt first, then every round's tokens."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.counts: list[int] = []
-        self.times: list[float] = []
+        self.arrivals = Arrivals(time.monotonic())
         self._has_prompt = False
 
     def put(self, value: Tensor) -> None:
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        self.times.append(time.monotonic())
-        self.counts.append(value.numel())
+        if self._has_prompt:
+            self.arrivals.add(value.flatten().tolist())
+        self._has_prompt = True
 
     def end(self) -> None:
         pass
@@ -76,15 +73,18 @@ class TransformersPeer:
             number = spec.assistant_tokens or "as many as transformers does by default"
             self.given += f"; assistant {short_path(spec.draft)}, tokens a round: {number}"
 
-    def answer(self, question: Question) -> Answer:
-        """Answer one question."""
+    def answer(self, batch: Batch) -> list[Answer]:
+        """Answer one question after the other."""
+        return [self._answer(question, batch.temperature) for question in batch.questions]
+
+    def _answer(self, question: Question, temperature: float) -> Answer:
         sampling: dict[str, Any] = {"do_sample": False}
-        if question.temperature > 0:
-            sampling = {"do_sample": True, "temperature": question.temperature, "top_k": 0, "top_p": 1.0}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
             torch.manual_seed(question.seed)  # generate takes no generator
         clock = RoundClock()
         prompt = torch.tensor([question.prompt_token_ids])
-        tokens = self._model.generate(
+        self._model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=question.max_tokens,
@@ -92,19 +92,7 @@ class TransformersPeer:
             **sampling,
             **self._extra,
         )
-        wall_seconds = time.monotonic() - clock.began
-        num_prompt_tokens = prompt.shape[1]
-        token_ids = tokens[0, num_prompt_tokens:].tolist()
-        num_decoded = len(token_ids) - clock.counts[0]
-        return Answer(
-            token_ids=token_ids,
-            num_prompt_tokens=num_prompt_tokens,
-            ttft_ms=1000 * (clock.times[0] - clock.began),
-            num_decoded=num_decoded,
-            decode_seconds=clock.times[-1] - clock.times[0] if num_decoded else None,
-            num_rounds=len(clock.times),
-            wall_seconds=wall_seconds,
-        )
+        return clock.arrivals.answer(num_prompt_tokens=prompt.shape[1], num_rounds=clock.arrivals.num_blocks)
 
 
 @contextmanager

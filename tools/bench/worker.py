@@ -17,37 +17,33 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from pipeline.errors import EngineError
+from tools.bench.entries import PEERS
 from tools.bench.protocol import (
     Answer,
+    Answers,
+    Batch,
     EngineSpec,
     Failed,
     FromWorker,
     NotHere,
     PeerSpec,
-    Question,
     Ready,
     Skipped,
     ToWorker,
 )
 
-_MODULES = {
-    "transformers": "tools.bench.transformers_peer",
-    "transformers_lookup": "tools.bench.transformers_peer",
-    "transformers_assisted": "tools.bench.transformers_peer",
-    "llama_cpp": "tools.bench.llama_peer",
-}
 _ENGINE_MODULE = "tools.bench.engine_system"
 
 
 class System(Protocol):
-    """What answers. Every module above has `open_system(spec)`, a context manager that gives one."""
+    """What answers. Every module that is named has `open_system(spec)`, a context manager that gives one."""
 
     @property
     def given(self) -> str:
         """What it runs with, in words."""
 
-    def answer(self, question: Question) -> Answer:
-        """Answer one question. Raises whatever goes wrong."""
+    def answer(self, batch: Batch) -> list[Answer]:
+        """Answer the questions, in their order. Raises whatever goes wrong."""
 
 
 def serve(lines: BinaryIO, out: BinaryIO) -> int:
@@ -60,13 +56,13 @@ def serve(lines: BinaryIO, out: BinaryIO) -> int:
 
     try:
         spec = decoder.decode(lines.readline())
-        assert not isinstance(spec, Question), "the specification comes first"
+        assert not isinstance(spec, Batch), "the specification comes first"
         with _open(spec) as system:
             send(Ready(given=system.given))
             while line := lines.readline():
-                question = decoder.decode(line)
-                assert isinstance(question, Question), "after the specification there are only questions"
-                send(system.answer(question))
+                batch = decoder.decode(line)
+                assert isinstance(batch, Batch), "after the specification there are only questions"
+                send(Answers(answers=system.answer(batch)))
     except NotHere as reason:
         send(Skipped(reason=str(reason)))
     except BrokenPipeError:
@@ -85,7 +81,7 @@ def _open(spec: EngineSpec | PeerSpec) -> AbstractContextManager[System]:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, spec.cores)
         os.environ["OMP_NUM_THREADS"] = str(len(spec.cores))
-    name = _MODULES[spec.name] if isinstance(spec, PeerSpec) else _ENGINE_MODULE
+    name = PEERS[spec.name].module if isinstance(spec, PeerSpec) else _ENGINE_MODULE
     opened: AbstractContextManager[System] = importlib.import_module(name).open_system(spec)
     return opened
 

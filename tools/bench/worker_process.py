@@ -18,7 +18,17 @@ from collections.abc import Sequence
 import msgspec
 
 from pipeline.errors import shown
-from tools.bench.protocol import Answer, Failed, FromWorker, Question, Ready, Skipped, ToWorker, WorkerSpec
+from tools.bench.protocol import (
+    Answer,
+    Answers,
+    Batch,
+    Failed,
+    FromWorker,
+    Ready,
+    Skipped,
+    ToWorker,
+    WorkerSpec,
+)
 
 # -P: the caller's folder may hold files that are named like modules.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "tools.bench.worker")
@@ -65,12 +75,14 @@ class WorkerProcess:
             raise WorkerLost(f"expected Ready or Skipped, got {type(reply).__name__}")
         return reply
 
-    def ask(self, question: Question, timeout_s: float) -> Answer:
-        """One answer. Raises `WorkerLost`."""
-        reply = self._exchange(question, timeout_s)
-        if not isinstance(reply, Answer):
-            raise WorkerLost(f"expected an Answer, got {type(reply).__name__}")
-        return reply
+    def ask(self, batch: Batch, timeout_s: float) -> list[Answer]:
+        """The answers to a batch. Raises `WorkerLost`."""
+        reply = self._exchange(batch, timeout_s)
+        if not isinstance(reply, Answers):
+            raise WorkerLost(f"expected Answers, got {type(reply).__name__}")
+        if len(reply.answers) != len(batch.questions):
+            raise WorkerLost(f"gave {len(reply.answers)} answers to {len(batch.questions)} questions")
+        return reply.answers
 
     def close(self) -> None:
         """End the worker, politely at first. May be called twice."""

@@ -16,11 +16,11 @@ from stages.model.source import resolve
 from tools.distill.allocator import keep_freed_memory
 from tools.distill.head_vocabulary import choose_vocabulary
 from tools.distill.judge import judge
-from tools.distill.progress import say
 from tools.distill.saver import save
 from tools.distill.settings import DistillSettings, Step, compose_settings
 from tools.distill.trainer import train
 from tools.distill.writer import write
+from tools.progress import say
 
 _USAGE = "usage: python -m tools.distill target=demo|ID|FOLDER|FILE.gguf out=FOLDER [key=value...]"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 from stages.model.shape import read_shape
 from stages.vocabulary import load_tokenizer
-from tools.distill.progress import say
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import read_answers
+from tools.progress import say
 
 _FILE = "vocabulary.json"
 

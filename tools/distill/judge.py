@@ -24,10 +24,10 @@ from pipeline.errors import ConfigError
 from tools.distill.batches import padded
 from tools.distill.draft_network import HEAD_NAME, DraftNetwork, initial_tensors
 from tools.distill.head_vocabulary import read_vocabulary
-from tools.distill.progress import say
 from tools.distill.settings import DistillSettings, StoredDType
 from tools.distill.shards import Answer, read_answers
 from tools.distill.trainer import CHECKPOINT
+from tools.progress import say
 
 _BATCH_POSITIONS = 8192
 

@@ -21,9 +21,9 @@ from stages.vocabulary import load_tokenizer
 from tools.distill.code_prompts import code_prompts
 from tools.distill.code_tasks import code_tasks
 from tools.distill.own_prompts import own_prompts
-from tools.distill.progress import say
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import prompt_key
+from tools.progress import say
 
 _MARK = "\u2402mark\u2403"
 _OPENINGS = (

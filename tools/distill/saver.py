@@ -6,7 +6,6 @@ The folder is built beside its place and then takes it, so that an engine never 
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import tempfile
 from collections import Counter
@@ -16,12 +15,14 @@ from pathlib import Path
 import torch
 
 from stages.model.draft_folder import save_draft_folder
+from tools.command_line import shown_command
 from tools.distill.head_vocabulary import read_vocabulary
 from tools.distill.judge import trained_weights
-from tools.distill.progress import say
-from tools.distill.settings import DistillSettings
+from tools.distill.settings import PATH_KEYS, DistillSettings
 from tools.distill.shards import read_answers
 from tools.distill.trainer import CHECKPOINT
+from tools.progress import say
+from tools.tables import Table
 
 
 def save(
@@ -76,14 +77,15 @@ def _card(settings: DistillSettings, work: Path, layers: list[int], arguments: S
         "",
         "## How it was made",
         "",
-        f"    python -m tools.distill {shlex.join(_plain(arguments))}",
+        f"    {shown_command('distill', arguments, path_keys=PATH_KEYS)}",
         "",
         f"{saved['step']:,} steps, {saved['num_positions']:,} answer positions, "
         f"{saved['elapsed_s'] / 60:.1f} minutes of training. All text was written by the target:",
         "",
-        "| answers | count | tokens |",
-        "|---|---|---|",
-        *(f"| {key} | {answers[key]:,} | {tokens[key]:,} |" for key in sorted(answers)),
+        *Table(
+            head=["answers", "count", "tokens"],
+            rows=[[key, f"{answers[key]:,}", f"{tokens[key]:,}"] for key in sorted(answers)],
+        ).markdown_lines(),
         "",
         "One prompt in forty is held out, and only judged on.",
     ]
@@ -95,21 +97,12 @@ def _card(settings: DistillSettings, work: Path, layers: list[int], arguments: S
             "",
             "Greedy chains; the acceptance length includes the bonus token.",
             "",
-            "| K | right up to K | right if all before were | acceptance length |",
-            "|---|---|---|---|",
         ]
-        rows = zip(figures["rates"], figures["conditional"], figures["lengths"], strict=True)
-        lines += [f"| {k} | {a:.3f} | {b:.3f} | {c:.3f} |" for k, (a, b, c) in enumerate(rows, start=1)]
+        by_depth = zip(figures["rates"], figures["conditional"], figures["lengths"], strict=True)
+        lines += Table(
+            head=["K", "right up to K", "right if all before were", "acceptance length"],
+            rows=[[str(k), *(f"{rate:.3f}" for rate in rates)] for k, rates in enumerate(by_depth, start=1)],
+        ).markdown_lines()
         if figures["coupled"] is not None:
             lines += ["", f"Coupled at temperature 1, one token ahead: {figures['coupled']:.3f}."]
     return "\n".join(lines) + "\n"
-
-
-def _plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the folders of whoever ran the command."""
-    plain = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        is_path = key in ("out", "work", "prompts", "start_from") or (key == "target" and "/" in value)
-        plain.append(f"{key}={Path(value).name}" if is_path else argument)
-    return plain

@@ -11,8 +11,7 @@ from conf.schema_file import check_known, compose_schema, parse_arguments
 from pipeline.errors import ConfigError
 
 _FOLDER = Path(__file__).resolve().parents[2] / "conf" / "distill"
-_PATH_KEYS = ("target", "out", "work", "prompts", "start_from")
-"""Values taken as they stand: a path may hold what Hydra's grammar gives a meaning to."""
+PATH_KEYS = ("target", "out", "work", "prompts", "start_from")
 
 
 class Step(str, Enum):
@@ -113,13 +112,10 @@ def compose_settings(arguments: Sequence[str]) -> DistillSettings:
     """Compose `key=value` arguments. Raises `ConfigError`."""
     given = parse_arguments(arguments, example="train_minutes=35")
     check_known(given, DistillSettings)
-    paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
     for key in ("target", "out"):
-        if not paths.get(key, "").strip():
+        if not given.get(key, "").strip():
             raise ConfigError(f"{key} is missing: expected target=demo|ID|FOLDER|FILE.gguf and out=FOLDER")
-    settings = compose_schema(DistillSettings, folder=_FOLDER, file="config", given=given)
-    for key, value in paths.items():
-        setattr(settings, key, value)
+    settings = compose_schema(DistillSettings, folder=_FOLDER, file="config", given=given, verbatim=PATH_KEYS)
     _check(settings)
     return settings
 

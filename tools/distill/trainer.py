@@ -22,9 +22,9 @@ from tools.distill.batches import Batch, collate, epoch, row_map
 from tools.distill.draft_network import HEAD_NAME, DraftNetwork, default_layers, initial_tensors
 from tools.distill.head_vocabulary import read_vocabulary
 from tools.distill.law_loss import law_loss
-from tools.distill.progress import say
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import Answer, read_answers
+from tools.progress import say
 
 CHECKPOINT = "checkpoint.pt"
 _REPORT_S = 60.0

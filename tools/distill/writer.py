@@ -18,13 +18,13 @@ import torch
 
 from stages.model.weights import LoadedModel, load_model
 from tools.distill.batch_decoder import BatchDecoder
-from tools.distill.progress import Progress, say
 from tools.distill.prompts import Prompt, PromptBook
 from tools.distill.repetition import loop_start
 from tools.distill.runner_decoder import RunnerDecoder
 from tools.distill.sampler import Choice, Sampler
 from tools.distill.settings import DistillSettings
 from tools.distill.shards import Answer, read_done, write_shard
+from tools.progress import Progress, say
 
 _SHARD_TOKENS = 40_000
 """Answer tokens in a shard: about 4 MB with 16 probabilities a position."""
@@ -210,6 +210,7 @@ def write(settings: DistillSettings, target_folder: Path, work: Path) -> None:
                 flush()
     finally:
         flush()
+        progress.close()
     progress.report(share_done=share_done())
 
 
@@ -261,4 +262,5 @@ def _invent(
         if ids and ids[-1] in book.end_of_turn_ids:
             turns.append([*answer.prompt_ids.tolist()[book.num_turn_prefix :], *ids[:-1]])
         progress.add(1, share_done=(len(turns) + 1) / len(openings))
+    progress.close()
     return turns

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import FanOut
-from tools.distill.progress import say
 from tools.figures.points import predict, ssd_arguments
 from tools.figures.result import FigureResult
 from tools.figures.settings import FigureSettings
+from tools.progress import say
 
 _TICKS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Of a logarithmic axis of rates."""

@@ -16,11 +16,11 @@ from typing import Any
 from conf.schema import RunConfig
 from pipeline.messages import ProposalSource
 from stages.model.emulated_times import TimeTable
-from tools.distill.progress import say
 from tools.figures.engine_run import Measured, measure
 from tools.figures.points import config_of, ssd_arguments
 from tools.figures.result import FigureResult
 from tools.figures.settings import FigureSettings
+from tools.progress import say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import EngineDead
-from tools.distill.progress import say
 from tools.figures.engine_run import Measured, measure
 from tools.figures.points import config_of, ssd_arguments
 from tools.figures.result import FigureResult
 from tools.figures.settings import FigureSettings
+from tools.progress import say
 
 _PUBLISHED = {
     # tokens/s at batch 1, greedy: (plain, linear, SSD)

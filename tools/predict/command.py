@@ -16,7 +16,6 @@ import torch
 
 from conf.keys import keys_of
 from pipeline.errors import ConfigError, EngineError
-from tools.distill.progress import say
 from tools.predict.curves import curves_of
 from tools.predict.plot import FILE_NAME as PICTURE
 from tools.predict.plot import draw
@@ -24,6 +23,7 @@ from tools.predict.report import markdown
 from tools.predict.settings import PredictSettings, Study, compose_study
 from tools.predict.store import CellStore
 from tools.predict.study import make_plan, run_plan
+from tools.progress import say
 
 _USAGE = """\
 usage: python -m tools.predict out=FOLDER [key=value...]

@@ -21,11 +21,11 @@ from pipeline.tokenizer_settings import read_tokenizer_settings
 from tools.bench.entries import Entry, parse_systems
 from tools.bench.identity import fingerprint, model_identity, source_digest, versions
 from tools.bench.prompts import PromptText, read_sets
-from tools.distill.progress import say
 from tools.predict.cells import Cell, CellKey
 from tools.predict.clockless import ClocklessEngine
 from tools.predict.settings import Study
 from tools.predict.store import CellStore
+from tools.progress import say
 
 _PLAN_KEY = "speculation.plan"
 
