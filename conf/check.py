@@ -1,7 +1,6 @@
 """The rules that a configuration must keep beyond its types: ranges, and keys that need one another.
 
-Every rule raises one `ConfigError` of the form `key=value: expected ...; what to change`. A value that
-belongs to later work is refused here by name, so that it never quietly does something else. Looks at
+Every rule raises one `ConfigError` of the form `key=value: expected ...; what to change`. Looks at
 nothing but the configuration and the number of cores: whether a model exists is found out when it is loaded.
 """
 
@@ -19,15 +18,11 @@ from conf.schema import (
     DraftKind,
     ModelConfig,
     PlacementConfig,
+    PlanMode,
     RunConfig,
     SpeculationConfig,
+    Verification,
 )
-
-AVAILABLE = {
-    "speculation.verification": ("coupled",),
-    "speculation.saguaro_c": ("null",),
-}
-"""What these keys may be so far; their other values belong to later work."""
 
 
 def check(config: RunConfig, *, available_cores: int | None = None) -> None:
@@ -43,8 +38,9 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     check_options(config)
     _check_model(config.model)
     _check_placement(config.placement, available_cores)
-    _check_later_work(config.speculation)
     _check_speculation(config.speculation)
+    _check_rejection(config)
+    _check_saguaro(config.speculation)
     _check_tree(config.speculation)
     _check_draft(config.speculation)
     check_emulated(config)
@@ -110,16 +106,6 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
     _at_least("placement.page_size", placement.page_size, 1)
 
 
-def _check_later_work(speculation: SpeculationConfig) -> None:
-    given = {
-        "speculation.verification": speculation.verification.name,
-        "speculation.saguaro_c": _typed(speculation.saguaro_c),
-    }
-    for key, value in given.items():
-        if value not in AVAILABLE[key]:
-            _refuse_later(key, value, " or ".join(AVAILABLE[key]))
-
-
 def _check_speculation(speculation: SpeculationConfig) -> None:
     no_draft = "conf=autoregressive decodes without a draft"
     _at_least("speculation.depth", speculation.depth, 1, advice=no_draft)
@@ -133,6 +119,41 @@ def _check_speculation(speculation: SpeculationConfig) -> None:
         advice = "conf=speculative prepares no outcomes"
         _at_least("speculation.budget", speculation.budget, 1, advice=advice)
         _at_most("speculation.budget", speculation.budget, MAX_BUDGET)
+
+
+def _check_rejection(config: RunConfig) -> None:
+    speculation = config.speculation
+    if speculation.verification is not Verification.rejection:
+        return
+    if config.model.is_emulated:
+        raise ConfigError(
+            "speculation.verification=rejection: expected a real model, and an emulated one has no laws to "
+            "compare; leave the key out"
+        )
+    if speculation.tree.nodes is None and speculation.plan is PlanMode.auto:
+        raise ConfigError(
+            "speculation.verification=rejection: expected speculation.plan=fixed beside it, for plan=auto "
+            "leaves out tokens that were drawn, which falsifies their law; set speculation.plan=fixed"
+        )
+
+
+def _check_saguaro(speculation: SpeculationConfig) -> None:
+    c = speculation.saguaro_c
+    if c is None:
+        return
+    if not 0 <= c <= 1:  # which NaN is not either
+        raise ConfigError(f"speculation.saguaro_c={c}: expected 0 to 1; 1 draws from the draft's own law")
+    if speculation.verification is not Verification.rejection:
+        raise ConfigError(
+            f"speculation.saguaro_c={c}: expected speculation.verification=rejection beside it, and the run "
+            f"has {speculation.verification.name}; set it or leave the key out"
+        )
+    if speculation.tree.nodes is not None:
+        raise ConfigError(
+            f"speculation.saguaro_c={c}: expected a chain or speculation.tree.widths beside it, and the run "
+            f"has speculation.tree.nodes={speculation.tree.nodes}, where nothing is drawn; give "
+            "speculation.tree.widths=[2,2,1] or leave the key out"
+        )
 
 
 def _check_tree(speculation: SpeculationConfig) -> None:
@@ -213,10 +234,6 @@ def _typed(value: object) -> str:
 def _not_blank(key: str, path: str | None) -> None:
     if path is not None and not path.strip():
         raise ConfigError(f"{key}={shown_path(path)}: expected ID|FOLDER|FILE.gguf; it is empty")
-
-
-def _refuse_later(key: str, value: str, available: str) -> None:
-    raise ConfigError(f"{key}={shown(value)}: not available yet; expected {available}")
 
 
 def _refuse_without_kind(key: str, value: str, kind: DraftKind, needed: str) -> None:

@@ -33,3 +33,14 @@ def nodes_of_widths(widths: Sequence[int]) -> int:
         level *= width
         total += level
     return total
+
+
+def parents_of_widths(widths: Sequence[int]) -> list[int]:
+    """Parents of such a tree's nodes, level by level; -1 is the root."""
+    parents: list[int] = []
+    level = [-1]
+    for width in widths:
+        first = len(parents)
+        parents += [parent for parent in level for _ in range(width)]
+        level = list(range(first, len(parents)))
+    return parents

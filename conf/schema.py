@@ -78,7 +78,9 @@ class Verification(str, Enum):
     """The rule by which the target accepts proposed tokens."""
 
     coupled = "coupled"
+    """A proposed token is accepted if it is the one that the target draws; both draw with the same noise."""
     rejection = "rejection"
+    """A token that the draft drew is accepted with probability min(1, p / q)."""
 
 
 class PlanMode(str, Enum):
@@ -215,9 +217,12 @@ class SpeculationConfig:
     backup: Backup = Backup.sequential
     """What drafts after an outcome that was not prepared."""
     verification: Verification = Verification.coupled
-    """The rule by which the target accepts proposed tokens."""
+    """The rule by which the target accepts proposed tokens: `coupled` returns the same tokens whatever drafts
+    them, `rejection` (the paper's) keeps their law only."""
     saguaro_c: float | None = None
-    """C of Saguaro sampling; belongs to the rejection rule."""
+    """C of Saguaro sampling, 0 to 1, for the rejection rule: the draft's F likeliest tokens, those prepared
+    as outcomes, are drawn with C times their weight. A smaller C: more hits, fewer accepted tokens. None and
+    1: the draft's own law."""
     plan: PlanMode = PlanMode.fixed
     """Whether depth, tree, branches, and whether to speculate at all, are chosen online."""
     tree: TreeConfig = field(default_factory=TreeConfig)

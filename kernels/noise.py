@@ -8,6 +8,8 @@ the two logarithms after it are floating point.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,17 @@ _MUL1 = 0xBF58476D1CE4E5B9
 _MUL2 = 0x94D049BB133111EB
 _UNIFORM_BITS = 52
 """u = (bits + 0.5) / 2**52 needs 53 significant bits, all that float64 has: u is exact, and inside (0, 1)."""
+
+
+class Stream(IntEnum):
+    """Noise that must be independent of all other noise of the same request, under the rejection rule."""
+
+    PROPOSAL = 1
+    """What the draft draws."""
+    ACCEPTANCE = 2
+    """Whether a drawn token is accepted."""
+    BONUS = 3
+    """The target's own token, where the last try was rejected or none was left."""
 
 
 def _signed(word: int) -> int:
@@ -48,6 +61,28 @@ def stream_key(seed: int, position: int) -> int:
     Two rounds of mixing keep the streams of neighbouring seeds and positions apart.
     """
     return _mix_int((_mix_int((seed + _GOLDEN) & _MASK64) + position * _GOLDEN) & _MASK64)
+
+
+def stream_seed(seed: int, stream: Stream) -> int:
+    """A seed for one kind of noise of a request, unrelated to the request's other noise.
+
+    seed: 0 <= seed < 2**63, as is the result.
+    """
+    return _mix_int(_mix_int((seed + _GOLDEN) & _MASK64) ^ ((stream * _MUL1) & _MASK64)) >> 1
+
+
+def extend_key(key: int, token_id: int) -> int:
+    """Key of a context that is one token longer; equal contexts have equal keys, others all but never."""
+    return _mix_int((_mix_int(key) + (token_id + 1) * _GOLDEN) & _MASK64)
+
+
+def uniform(seed: int, position: int, token_id: int) -> float:
+    """One uniform strictly inside (0, 1): the twin of `uniform_from_words(hash_words(...))` for one number.
+
+    position: absolute position, or any other 64-bit key. token_id: or any other small number.
+    """
+    word = _mix_int(((token_id + 1) * _GOLDEN + stream_key(seed, position)) & _MASK64)
+    return float(((word >> (64 - _UNIFORM_BITS)) + 0.5) * 2.0**-_UNIFORM_BITS)
 
 
 def hash_words(seed: int, position: int, token_ids: Tensor) -> Tensor:
@@ -82,6 +117,11 @@ def gumbel_noise_for_seeds(seeds: Tensor, position: int, token_ids: Tensor) -> T
 
     seeds: [S] int64 (non-negative). token_ids: [N] int64. Returns [S, N] float64.
     """
+    return uniforms_for_seeds(seeds, position, token_ids).log_().neg_().log_().neg_()
+
+
+def uniforms_for_seeds(seeds: Tensor, position: int, token_ids: Tensor) -> Tensor:
+    """`uniform` for many seeds at once, for statistical tests: [S, N] float64."""
     keys = _mix_(_mix_(seeds + _signed(_GOLDEN)).add_(_signed((position * _GOLDEN) & _MASK64)))
     words = (token_ids + 1).mul_(_signed(_GOLDEN)).unsqueeze(0) + keys.unsqueeze(1)
-    return uniform_from_words(_mix_(words)).log_().neg_().log_().neg_()
+    return uniform_from_words(_mix_(words))

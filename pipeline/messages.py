@@ -206,6 +206,18 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Outcomes that are prepared a round, at most."""
 
 
+class DraftLaws(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The laws that the tokens of a proposal were drawn from, for the rejection rule."""
+
+    rows: list[int]
+    """For each node the row of `weights` that it was drawn from, without replacement among the siblings of
+    that row and in their order; -1 where no chance was involved (a point mass)."""
+    weights: TensorRef
+    """[laws, columns] float32 or float64: probabilities; rows beyond the last one named are undefined."""
+    token_ids: TensorRef
+    """[columns] int32: the target's id of each column."""
+
+
 class Proposal(Message, frozen=True, kw_only=True):
     """What the target shall verify in round `round_id`; from the speculator. May be empty."""
 
@@ -223,6 +235,8 @@ class Proposal(Message, frozen=True, kw_only=True):
     """Rounds after this one that the target shall run without waiting for a proposal: speculation rests."""
     draft_spans: list[tuple[int, int]]
     """When the draft computed for this request since its last proposal: (start, end) in ns, ascending."""
+    laws: DraftLaws | None = None
+    """None where every token is a point mass, and where the rule is another."""
 
 
 # --- to the speculator (and some to the predictor) ----------------------------------------------------
@@ -278,6 +292,8 @@ class Plan(Message, frozen=True, kw_only=True):
     """Bonus token of each outcome."""
     log_probs: list[float]
     """How likely each outcome is held to be, up to a constant of the plan."""
+    next_fan_outs: list[int] = []
+    """F of a node at each depth of the next proposal, for Saguaro sampling; empty where it is not used."""
 
 
 # --- to the predictor ---------------------------------------------------------------------------------
@@ -301,6 +317,8 @@ class Candidates(Message, frozen=True, kw_only=True):
     """[rows, width] float32: as softmax(log q + g) has them; -inf where there is no candidate."""
     is_filler: bool = False
     """Whether the proposal answers a miss without the draft: what a look-up found, or nothing."""
+    is_drawn: bool = False
+    """Whether the proposal was drawn by chance, for the rejection rule; there is no g then."""
 
 
 # --- to the detokenizer -------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-from conf.check import AVAILABLE
 from conf.compose import description_of, options_of
 from conf.keys import GROUPS, all_keys
 
@@ -45,9 +44,7 @@ def _group_section(group: str) -> str:
 def _key_entries() -> list[str]:
     entries = ["  A named run may set another default than the one shown here.\n"]
     for key in all_keys().values():
-        available = AVAILABLE.get(key.name)
-        so_far = f"; so far only {' or '.join(available)}" if available else ""
-        entries.append(_entry(key.name, f"{key.description} ({key.expects}{so_far}; default {key.default})"))
+        entries.append(_entry(key.name, f"{key.description} ({key.expects}; default {key.default})"))
     return entries
 
 

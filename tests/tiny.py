@@ -21,7 +21,7 @@ from pipeline.messages import (
     TokenizedRequest,
 )
 from pipeline.stage import Stage, StageContext
-from stages.draft_speculator.draft_source import DraftSource, ExtendJob
+from stages.draft_speculator.draft_source import DraftSource, Drawing, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import Continuations, NgramDraft
@@ -152,16 +152,18 @@ class ScriptedDraft(DraftSource):
         self._committed.pop(request_id, None)
 
 
-def draft_by_name(name: str, target: LoadedModel, *, page_size: int = 16) -> DraftSource:
+def draft_by_name(
+    name: str, target: LoadedModel, *, page_size: int = 16, drawing: Drawing = Drawing.COUPLED
+) -> DraftSource:
     """oracle: the target itself. anti: never right. noisy: often right. scripted: blind. ngram: look-up."""
     vocab_size = target.shape.vocab_size
     if name == "oracle":
-        return ModelDraft(tiny_runner(target, page_size=page_size), vocab_size=vocab_size)
+        return ModelDraft(tiny_runner(target, page_size=page_size), vocab_size=vocab_size, drawing=drawing)
     if name == "noisy":
         draft = mixed_model(target, share=0.25)
-        return ModelDraft(tiny_runner(draft, page_size=page_size), vocab_size=vocab_size)
+        return ModelDraft(tiny_runner(draft, page_size=page_size), vocab_size=vocab_size, drawing=drawing)
     if name == "ngram":
-        return NgramDraft()
+        return NgramDraft(is_coupled=drawing is Drawing.COUPLED)
     if name == "scripted":
         return ScriptedDraft(lambda path: [(sum(path) * 7 + rank) % vocab_size for rank in range(6)])
     assert name == "anti"

@@ -69,6 +69,10 @@ class DraftRequest:
     """When the proposal was sent."""
     last_decided_ns: int = 0
     """When the target chose last; 0 before it did."""
+    is_drawn: bool = False
+    """Whether tokens of the submitted proposal were drawn by chance."""
+    fan_outs: list[int] = field(default_factory=list)
+    """F at each depth of a proposal, as the predictor last announced it, for Saguaro sampling."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
 

@@ -5,9 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
+from conf.schema import SpeculationConfig, Verification
 from pipeline.messages import BeginDraft
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
+
+
+class Drawing(Enum):
+    """How the tokens that may follow become children, above temperature 0."""
+
+    COUPLED = "the likeliest under the noise that the target uses"
+    DRAWN = "drawn without replacement, with noise of the draft's own"
+    LIKELIEST = "the likeliest: a law of no chance"
+
+    @classmethod
+    def of(cls, speculation: SpeculationConfig) -> Drawing:
+        """What the rule of acceptance allows.
+
+        Best first chooses nodes by the values that were drawn, so what it chooses from must not be drawn.
+        """
+        if speculation.verification is Verification.coupled:
+            return cls.COUPLED
+        return cls.DRAWN if speculation.tree.nodes is None else cls.LIKELIEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +38,8 @@ class ExtendJob:
     tree: DraftTree
     nodes: list[int]
     """Unread nodes, ascending. Every ancestor is read already, or in the list too."""
+    fan_outs: Sequence[int] = ()
+    """F of each node, for Saguaro sampling; empty without it."""
 
 
 class DraftSource(ABC):
@@ -25,6 +47,8 @@ class DraftSource(ABC):
 
     max_position: int | None = None
     """First position it cannot read; None where there is no limit."""
+    law_token_ids: Sequence[int] | None = None
+    """Ids of the columns of the laws that it draws from; None where it draws nothing."""
 
     @abstractmethod
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:

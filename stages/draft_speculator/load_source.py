@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from conf.saguaro import active_saguaro_c
 from conf.schema import DraftKind, RunConfig
 from pipeline.errors import ConfigError
-from stages.draft_speculator.draft_source import DraftSource
+from stages.draft_speculator.draft_source import DraftSource, Drawing
 from stages.draft_speculator.emulated_draft import EmulatedDraft
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
@@ -29,7 +30,7 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     """
     draft = config.speculation.draft
     if draft.kind is DraftKind.ngram:
-        return NgramDraft()
+        return NgramDraft(is_coupled=Drawing.of(config.speculation) is Drawing.COUPLED)
     if config.model.is_emulated:
         return EmulatedDraft(config, max_nodes=max_nodes, num_ranked=num_ranked)
     if config.model.path is None:
@@ -57,7 +58,11 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
         model = load_model(path, dtype=dtype, num_layers=draft.layers)
     runner = _make_runner(config, model, target_shape, max_nodes=max_nodes)
     return ModelDraft(
-        runner, vocab_size=min(target_shape.vocab_size, model.shape.vocab_size), num_ranked=num_ranked
+        runner,
+        vocab_size=min(target_shape.vocab_size, model.shape.vocab_size),
+        num_ranked=num_ranked,
+        drawing=Drawing.of(config.speculation),
+        saguaro_c=active_saguaro_c(config.speculation),
     )
 
 
@@ -73,6 +78,8 @@ def _distilled_source(
         vocab_size=loaded.model.shape.vocab_size,
         head_token_ids=loaded.head_token_ids,
         num_ranked=num_ranked,
+        drawing=Drawing.of(config.speculation),
+        saguaro_c=active_saguaro_c(config.speculation),
     )
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kernels.sampling import choose_coupled
 from pipeline.messages import BeginDraft
-from stages.draft_speculator.draft_source import DraftSource, ExtendJob
-from stages.draft_speculator.draft_tree import DraftTree, Rerooting
+from stages.draft_speculator.draft_source import DraftSource, Drawing, ExtendJob
+from stages.draft_speculator.draft_tree import DraftTree, NextTokens, Rerooting
+from stages.draft_speculator.drawn_tokens import Drawer
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.pages import KVHandle
 from stages.model.runner import Runner
@@ -63,6 +64,8 @@ class LogitsRow:
 class _DraftRequest:
     kv: KVHandle
     law: TokenLaw
+    drawer: Drawer | None
+    """Given where children are drawn by chance."""
 
 
 class ModelDraft(DraftSource):
@@ -75,22 +78,31 @@ class ModelDraft(DraftSource):
         vocab_size: int,
         head_token_ids: Tensor | None = None,
         num_ranked: int = 1,
+        drawing: Drawing = Drawing.COUPLED,
+        saguaro_c: float | None = None,
     ) -> None:
         """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks.
 
         num_ranked: tokens of each row that are sure to be asked for.
+        saguaro_c: C of Saguaro sampling, where tokens are drawn.
         head_token_ids: [R] ascending, the target's id of each row of a reduced head; None: row i is id i.
         """
         self._runner = runner
         self._vocab_ids = torch.arange(vocab_size) if head_token_ids is None else head_token_ids
         self._token_ids: list[int] | None = None if head_token_ids is None else head_token_ids.tolist()
         self._num_ranked = num_ranked
+        self._drawing = drawing
+        self._saguaro_c = saguaro_c
+        if drawing is Drawing.DRAWN:
+            self.law_token_ids = self._vocab_ids.tolist()
         self._requests: dict[str, _DraftRequest] = {}
         self.max_position = runner.shape.max_position
 
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
         """Allocate the request's KV."""
         num_slots = min(request.max_len, self._runner.shape.max_position) + max_nodes
+        is_drawn = self._drawing is Drawing.DRAWN and request.sampling.temperature > 0
+        drawer = Drawer(request.sampling.seed, saguaro_c=self._saguaro_c, token_ids=self._token_ids)
         self._requests[request.request_id] = _DraftRequest(
             kv=self._runner.kv.allocate(num_slots),
             law=TokenLaw(
@@ -99,6 +111,7 @@ class ModelDraft(DraftSource):
                 prompt_token_ids=request.prompt_token_ids,
                 eos_token_ids=request.eos_token_ids,
             ),
+            drawer=drawer if is_drawn else None,
         )
 
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
@@ -121,26 +134,36 @@ class ModelDraft(DraftSource):
         for job in jobs:
             tree = job.tree
             wanted = [node for node in job.nodes if node >= tree.root]
-            law = self._requests[job.request_id].law
-            perturbed = law.perturb(
-                logits[row : row + len(wanted)],
-                [tree.position(node) + 1 for node in wanted],
-                [tree.path(node) for node in wanted] if law.reads_paths else (),
-            )
-            values, columns = _best(perturbed, self._num_ranked)
-            totals = perturbed.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
-            for node, scores, *few, total in zip(
-                wanted, perturbed, columns.tolist(), values.tolist(), totals, strict=True
-            ):
-                pairs = list(zip(*few, strict=True))
-                tree.next_tokens[node] = LogitsRow(scores, pairs, total, self._token_ids)
+            following = self._following(job, wanted, logits[row : row + len(wanted)])
+            for node, tokens in zip(wanted, following, strict=True):
+                tree.next_tokens[node] = tokens
             for node in job.nodes:
                 tree.is_read[node] = True
             row += len(wanted)
 
+    def _following(self, job: ExtendJob, nodes: list[int], logits: Tensor) -> Sequence[NextTokens]:
+        """What may follow each of the nodes. logits: [nodes, V]."""
+        tree, request = job.tree, self._requests[job.request_id]
+        paths = [tree.path(node) for node in nodes] if request.law.reads_paths else ()
+        if request.drawer is not None:
+            fan_outs = job.fan_outs[len(job.nodes) - len(nodes) :]
+            return request.drawer.next_tokens(tree, nodes, request.law.log_law(logits, paths), fan_outs)
+        if self._drawing is Drawing.COUPLED:
+            scored = request.law.perturb(logits, [tree.position(node) + 1 for node in nodes], paths)
+        else:
+            scored = request.law.log_law(logits, paths)
+        values, columns = _best(scored, self._num_ranked)
+        totals = scored.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
+        return [
+            LogitsRow(scores, list(zip(*few, strict=True)), total, self._token_ids)
+            for scores, *few, total in zip(scored, columns.tolist(), values.tolist(), totals, strict=True)
+        ]
+
     def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:
         """Move the KV of what stays behind the committed tokens."""
         request = self._requests[request_id]
+        if request.drawer is not None:
+            request.drawer.note_committed(tree)
         if rerooting.moved_from:
             self._runner.kv.move(request.kv, rerooting.moved_from, rerooting.moved_to)
         num_new = tree.committed_len - request.law.num_committed

@@ -106,7 +106,9 @@ class _NgramRequest:
 class NgramDraft(DraftSource):
     """Ranks continuations by count, then by how recently they were seen; under noise, as a law of counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_coupled: bool = True) -> None:
+        """is_coupled: whether the target's noise has a say, which is of use only if the target has it too."""
+        self._is_coupled = is_coupled
         self._requests: dict[str, _NgramRequest] = {}
 
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
@@ -133,7 +135,7 @@ class NgramDraft(DraftSource):
         ids = list(reversed(counts))  # most recent first: the sort below is stable
         total = sum(counts.values())
         scores = [math.log(counts[token] / total) for token in ids]
-        if request.sampling.temperature > 0 and ids:
+        if self._is_coupled and request.sampling.temperature > 0 and ids:
             noise = gumbel_noise(request.sampling.seed, tree.position(node) + 1, torch.tensor(ids)).tolist()
             scores = [score + g for score, g in zip(scores, noise, strict=True)]
         order = sorted(range(len(ids)), key=lambda i: -scores[i])

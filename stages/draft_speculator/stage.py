@@ -33,6 +33,7 @@ from pipeline.messages import (
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
 from pipeline.tensor_pool import PoolSpec
+from stages.draft_speculator.draft_laws import LawWriter, candidates_of, fan_outs_below
 from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
@@ -100,6 +101,7 @@ class DraftSpeculator(Stage):
         self._source = self._source_given or load_source(
             self._config, max_nodes=self._max_nodes, num_ranked=self._shape.most_children
         )
+        self._laws = LawWriter.of(self._config, self._source, self._context.pools)
         if self._has_cache:
             num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
             shape = (self._most_submitted + 1, self._num_candidates)
@@ -233,6 +235,7 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         _check_plan(plan, request)
+        request.fan_outs = plan.next_fan_outs
         for accepted_index, bonus_token, log_prob in zip(
             plan.nodes, plan.token_ids, plan.log_probs, strict=True
         ):
@@ -259,7 +262,7 @@ class DraftSpeculator(Stage):
 
     def _step(self, phase: Phase, requests: list[DraftRequest]) -> None:
         jobs = [
-            ExtendJob(request_id=r.request_id, tree=r.tree, nodes=nodes)
+            ExtendJob(request_id=r.request_id, tree=r.tree, nodes=nodes, fan_outs=self._fan_outs(r, nodes))
             for r in requests
             if (nodes := self._nodes_to_read(r))
         ]
@@ -303,6 +306,10 @@ class DraftSpeculator(Stage):
             if node > tree.root and not tree.is_read[node] and self._is_readable(tree, node)
         ]
         return [*tree.unread_committed(), *sorted(unread)]
+
+    def _fan_outs(self, request: DraftRequest, nodes: list[int]) -> list[int]:
+        anchors = [branch.node for branch in request.branches]
+        return fan_outs_below(request.tree, nodes, anchors=anchors, by_depth=request.fan_outs)
 
     def _is_readable(self, tree: DraftTree, node: int) -> bool:
         limit = self._source.max_position
@@ -368,6 +375,9 @@ class DraftSpeculator(Stage):
         tree = request.tree
         tree.submit(nodes)
         request.submitted = submitted
+        is_drafted = [node.log_prob is not None for node in submitted]
+        laws = None if self._laws is None else self._laws.write(tree, is_drafted)
+        request.is_drawn = laws is not None
         self._outbox.send(
             StageName.VERIFIER,
             Proposal(
@@ -381,6 +391,7 @@ class DraftSpeculator(Stage):
                 rest_rounds=request.rest_left,
                 plan=self._planner.figures(),
                 draft_spans=request.spans,
+                laws=laws,
             ),
         )
         request.spans = []
@@ -397,8 +408,8 @@ class DraftSpeculator(Stage):
         ids = np.full((len(nodes), self._num_candidates), -1, dtype=np.int32)
         log_probs = np.full(ids.shape, -np.inf, dtype=np.float32)
         for row, node in enumerate(nodes):
-            following = tree.next_tokens[node]
-            for column, (token, log_prob) in enumerate(following.ranked(ids.shape[1]) if following else []):
+            following = candidates_of(tree.next_tokens[node], ids.shape[1])
+            for column, (token, log_prob) in enumerate(following):
                 ids[row, column] = token
                 log_probs[row, column] = log_prob
         self._outbox.send(
@@ -413,6 +424,7 @@ class DraftSpeculator(Stage):
                 candidate_log_probs=self._log_prob_pool.write(log_probs),
                 is_filler=request.source is ProposalSource.BACKUP
                 and all(node.log_prob is None for node in request.submitted),
+                is_drawn=request.is_drawn,
             ),
         )
         request.phase = Phase.PLANNING

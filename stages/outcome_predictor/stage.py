@@ -19,6 +19,7 @@ from pipeline.stage import Stage, StageContext
 from pipeline.tensor_pool import TensorPool
 from stages.outcome_predictor.calibrated import TauEstimate, likeliest_outcomes, path_log_probs
 from stages.outcome_predictor.candidates import RoundCandidates, read_candidates
+from stages.outcome_predictor.drawn import DrawnOutcomes
 from stages.outcome_predictor.fan_out import Nodes, choose_outcomes, fan_outs
 from stages.outcome_predictor.statistics import OutcomeStatistics
 
@@ -41,6 +42,7 @@ class OutcomePredictor(Stage):
         """Across requests."""
         self._tau = TauEstimate()
         """Across requests, too: it belongs to the pair of models more than to a text."""
+        self._drawn = DrawnOutcomes(config.speculation)
         self._statistics: dict[str, OutcomeStatistics] = {}
         """Of each request."""
         self._rounds: deque[tuple[str, RoundCandidates]] = deque(maxlen=_ROUNDS_KEPT * config.max_requests)
@@ -67,6 +69,7 @@ class OutcomePredictor(Stage):
                 self._learn(message)
             case EndDraft():
                 self._statistics.pop(message.request_id, None)
+                self._drawn.forget(message.request_id)
 
     def _learn(self, outcome: Outcome) -> None:
         candidates = self._candidates_of(outcome)
@@ -76,7 +79,7 @@ class OutcomePredictor(Stage):
             self._statistics[outcome.request_id] = statistics
         statistics.add(outcome, candidates)
         self._overall.add(outcome, candidates)
-        if candidates is not None:
+        if candidates is not None and not self._drawn.learn(outcome):
             self._tau.add(candidates, accepted_node=outcome.accepted_node, bonus_token=outcome.bonus_token)
 
     def _candidates_of(self, outcome: Outcome) -> RoundCandidates | None:
@@ -92,10 +95,16 @@ class OutcomePredictor(Stage):
         self._rounds.append((message.request_id, candidates))
         statistics = self._statistics.get(message.request_id, self._overall)
         budget = min(message.num_branches, self._budget)
-        if self._policy is FanOut.calibrated:
-            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=budget)
+        acceptance = self._drawn.announced_acceptance(message.request_id, statistics.acceptance.value)
+        if message.is_drawn:
+            self._drawn.begin(message.request_id, candidates)
+        if self._policy is not FanOut.calibrated:
+            reach = self._drawn.reach(candidates) if message.is_drawn else None
+            outcomes = self._fixed_shares(candidates, statistics, budget, acceptance=acceptance, reach=reach)
+        elif message.is_drawn:
+            outcomes = self._drawn.likeliest(message.request_id, budget=budget)
         else:
-            outcomes = self._fixed_shares(candidates, statistics, budget)
+            outcomes = likeliest_outcomes(candidates, tau=self._tau.value, budget=budget)
         if self._spans.is_on:
             self._spans.add(
                 SpanKind.PLAN,
@@ -113,16 +122,28 @@ class OutcomePredictor(Stage):
                 nodes=[node for node, _, _ in outcomes],
                 token_ids=[token for _, token, _ in outcomes],
                 log_probs=[log_prob for _, _, log_prob in outcomes],
+                next_fan_outs=self._drawn.announce(
+                    message.request_id,
+                    acceptance=statistics.acceptance.value,
+                    power=statistics.power_law.power,
+                ),
             ),
         )
 
     def _fixed_shares(
-        self, candidates: RoundCandidates, statistics: OutcomeStatistics, budget: int
+        self,
+        candidates: RoundCandidates,
+        statistics: OutcomeStatistics,
+        budget: int,
+        *,
+        acceptance: float,
+        reach: list[float] | None,
     ) -> list[tuple[int, int, float]]:
         """`uniform` and `geometric`: every node has a share of the budget."""
-        reach = path_log_probs(candidates.log_probs, candidates.parents, candidates.columns)
+        if reach is None:
+            reach = path_log_probs(candidates.log_probs, candidates.parents, candidates.columns)
         nodes = Nodes.tree(candidates.parents, reach)
-        acceptance, power = statistics.acceptance.value, statistics.power_law.power
+        power = statistics.power_law.power
         counts = fan_outs(
             self._policy,
             nodes,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from pipeline.messages import Proposal, ProposalSource
 from stages.model.pages import KVHandle
 from stages.model.token_law import TokenLaw
@@ -36,6 +38,10 @@ class Sequence:
     """The round that comes next; round 0 is the prefill."""
     proposal: Proposal | None = field(default=None)
     """The proposal of round `round_id`, once it is here."""
+    draft_laws: Tensor | None = None
+    """What its tokens were drawn from, [laws, V]; under the rejection rule."""
+    acceptance_seed: int | None = None
+    """Of the noise that accepts or rejects; None where the coupled rule judges."""
 
     rest_rounds: int = 0
     """Rounds after this one that wait for no proposal."""

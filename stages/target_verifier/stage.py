@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from conf.proposal_size import proposal_depth, submitted_nodes
-from conf.schema import DraftKind, DType, RunConfig
+from conf.schema import DraftKind, DType, RunConfig, Verification
+from kernels.noise import Stream, stream_seed
 from kernels.sampling import choose_coupled
 from kernels.tree import accept_path
 from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
@@ -38,6 +40,7 @@ from pipeline.messages import (
 )
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
+from pipeline.tensor_pool import TensorPool
 from stages.incremental_text import TextDecoder
 from stages.model.emulated_runner import EmulatedRunner
 from stages.model.kernel_trace import TorchTracer
@@ -47,6 +50,7 @@ from stages.model.weights import LoadedModel, load_model
 from stages.target_verifier.checks import fault_of_options, fault_of_prompt, fault_of_tree
 from stages.target_verifier.draft_watch import DraftWatch
 from stages.target_verifier.logprobs import token_logprobs
+from stages.target_verifier.rejection import accept_drawn_path, read_laws
 from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_paths, tree_positions
 from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
 from stages.target_verifier.sequence import Sequence
@@ -77,6 +81,8 @@ class TargetVerifier(Stage):
         self._has_cache = config.speculation.prepare_outcomes
         self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
         self._max_depth = proposal_depth(config.speculation) if self._has_draft else 0
+        self._is_rejection = config.speculation.verification is Verification.rejection
+        self._pools: Mapping[str, TensorPool] = {}
         self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._by_draft_id: dict[str, Sequence] = {}
@@ -124,6 +130,10 @@ class TargetVerifier(Stage):
     def kernel_tracer(self) -> KernelTracer:
         """What PyTorch does for the target."""
         return TorchTracer()
+
+    def connect(self, pools: Mapping[str, TensorPool]) -> None:
+        """The pools in which the laws of drawn proposals come."""
+        self._pools = pools
 
     def close(self) -> None:
         """Drop every request."""
@@ -179,19 +189,24 @@ class TargetVerifier(Stage):
             room=sequence.room,
             vocab_size=len(self._vocab_ids),
         )
-        if fault is not None:
+        try:
+            if fault is not None:
+                raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
+            sequence.draft_laws = read_laws(proposal, self._pools, vocab_size=len(self._vocab_ids))
+        except ProtocolError:
             # The target must not wait for a better one: verify nothing, and let the error be counted.
             proposal = msgspec.structs.replace(
                 proposal,
                 token_ids=[],
                 parents=[],
+                laws=None,
                 ready_length=0,
                 source=ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT,
             )
-        sequence.proposal = proposal
-        sequence.rest_rounds = proposal.rest_rounds
-        if fault is not None:
-            raise ProtocolError(f"proposal for request {proposal.request_id}: {fault}")
+            raise
+        finally:
+            sequence.proposal = proposal
+            sequence.rest_rounds = proposal.rest_rounds
 
     def _cancel(self, request_id: str) -> None:
         waiting = next((w for w in self._waiting if w.request_id == request_id), None)
@@ -249,8 +264,12 @@ class TargetVerifier(Stage):
             max_len=max_len,
             kv=kv,
             law=TokenLaw(
-                sampling, self._vocab_ids, prompt_token_ids=prompt, eos_token_ids=self._eos_token_ids
+                self._target_sampling(sampling),
+                self._vocab_ids,
+                prompt_token_ids=prompt,
+                eos_token_ids=self._eos_token_ids,
             ),
+            acceptance_seed=self._acceptance_seed(sampling),
             stop_rules=self._stop_rules(sampling),
             num_top_logprobs=sampling.logprobs,
             clock=RoundClock(
@@ -287,6 +306,19 @@ class TargetVerifier(Stage):
             stop_text = StopText(self._text_decoder, sampling.stop, min_tokens=sampling.min_tokens)
         return StopRules(sampling, eos_token_ids=self._eos_token_ids, stop_text=stop_text)
 
+    def _is_drawn(self, sampling: Sampling) -> bool:
+        """Whether the rejection rule judges; at temperature 0 both rules ask for equality."""
+        return self._is_rejection and sampling.temperature > 0
+
+    def _target_sampling(self, sampling: Sampling) -> Sampling:
+        """With the seed of the noise that chooses the target's own tokens."""
+        if not self._is_drawn(sampling):
+            return sampling
+        return msgspec.structs.replace(sampling, seed=stream_seed(sampling.seed, Stream.BONUS))
+
+    def _acceptance_seed(self, sampling: Sampling) -> int | None:
+        return stream_seed(sampling.seed, Stream.ACCEPTANCE) if self._is_drawn(sampling) else None
+
     def _prefill(self, sequence: Sequence) -> None:
         start_ns = time.monotonic_ns()
         logits = self._runner.forward(prefill_batch(sequence))
@@ -314,12 +346,10 @@ class TargetVerifier(Stage):
         accepted_by_row: list[tuple[list[int], list[int], Tensor]] = []
         row = 0
         for sequence in sequences:
-            token_ids, parents = sequence.tree()
+            token_ids, _ = sequence.tree()
             num_rows = 1 + len(token_ids)
-            positions = [p + 1 for p in tree_positions(sequence)]
             rows = logits[row : row + num_rows]
-            choices = self._choose(sequence, rows, positions)
-            accepted, bonus = accept_path(choices, token_ids, parents)
+            accepted, bonus = self._accept(sequence, rows)
             self._move_accepted_kv(sequence, accepted)
             accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus], rows))
             row += num_rows
@@ -336,6 +366,20 @@ class TargetVerifier(Stage):
                 num_rows=row,
                 compute_ns=end_ns - start_ns,
             )
+
+    def _accept(self, sequence: Sequence, logits: Tensor) -> tuple[list[int], int]:
+        """The accepted nodes from the top, and the bonus token. logits: of the root and of every node."""
+        positions = [p + 1 for p in tree_positions(sequence)]
+        if sequence.acceptance_seed is None:
+            return accept_path(self._choose(sequence, logits, positions), *sequence.tree())
+        return accept_drawn_path(
+            sequence.law.log_law(logits, tree_paths(sequence) if sequence.law.reads_paths else ()),
+            sequence.proposal,
+            sequence.draft_laws,
+            position=positions[0],
+            acceptance_seed=sequence.acceptance_seed,
+            bonus_noise=lambda position: sequence.law.noise(position, logits.dtype),
+        )
 
     def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
         """The target's token for each row; `positions[i]` is where the token of row i would stand."""
@@ -408,6 +452,7 @@ class TargetVerifier(Stage):
         sequence.law.forget_before(len(sequence.token_ids))
         self._note(SpanKind.COMMIT, start_ns, [sequence], count=ending.num_kept)
         sequence.next_round()
+        sequence.draft_laws = None
 
     def _commit(
         self,

@@ -96,17 +96,6 @@ def test_the_ends_of_a_range_are_accepted(argument):
 
 
 @pytest.mark.parametrize(
-    "argument",
-    [
-        "speculation.verification=rejection",
-        "speculation.saguaro_c=0.5",
-    ],
-)
-def test_a_value_of_later_work_is_refused_by_name(argument):
-    assert refused(argument).startswith(f"{argument}: not available yet; expected ")
-
-
-@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (
@@ -154,6 +143,37 @@ def test_shapes_that_no_tree_has_are_refused(arguments, expected):
 )
 def test_keys_that_need_one_another_are_refused_alone(arguments, expected):
     assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["speculation.saguaro_c=0.5"],
+            "saguaro_c=0.5: expected speculation.verification=rejection beside it, and the run has coupled",
+        ),
+        (
+            ["speculation.verification=rejection", "speculation.saguaro_c=1.5"],
+            "saguaro_c=1.5: expected 0 to 1",
+        ),
+        (
+            ["speculation.verification=rejection", "speculation.saguaro_c=nan"],
+            "saguaro_c=nan: expected 0 to 1",
+        ),
+        (
+            ["conf=saguaro_tree", "speculation.verification=rejection", "speculation.saguaro_c=0.5"],
+            "saguaro_c=0.5: expected a chain or speculation.tree.widths beside it",
+        ),
+    ],
+)
+def test_saguaro_sampling_is_refused_where_nothing_is_drawn(arguments, expected):
+    assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize("c", ["0", "1", "null"])
+def test_the_rejection_rule_takes_any_c(c):
+    given = ["conf=saguaro", "speculation.verification=rejection", f"speculation.saguaro_c={c}"]
+    check(compose(given), available_cores=2)
 
 
 def test_split_cores_must_fit_side_by_side():
