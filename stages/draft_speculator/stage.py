@@ -344,7 +344,8 @@ class DraftSpeculator(Stage):
         selection = anchor.selection
         if selection is None:
             selection = self._select(tree, depth=useful)
-        self._propose(request, self._planner.keep(selection))
+        # A drawn token stays: its law would be another one if it stayed only where it is likely.
+        self._propose(request, selection if self._laws is not None else self._planner.keep(selection))
 
     def _propose(self, request: DraftRequest, entries: list[Entry]) -> None:
         """Submit a selection, with what was looked up beside it or, after a miss, in its place."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import stages.draft_speculator.drawn_tokens as drawing
 import stages.target_verifier.rejection as judgement
-from conf.schema import Backup, FanOut, RunConfig, TreeConfig, Verification
+from conf.schema import Backup, FanOut, PlanMode, RunConfig, TreeConfig, Verification
 from kernels.rejection import choose_child, draw_children
 from kernels.sampling import sampling_law
 from pipeline.messages import Committed, ProposalSource, Sampling
@@ -86,6 +86,8 @@ class System:
     fan_out: FanOut = FanOut.uniform
     is_ngram: bool = False
     min_path_prob: float = 0.0
+    look_up: int = 0
+    plan: PlanMode = PlanMode.fixed
     sampling: dict[str, float] | None = None
     order_seed: int | None = None
     sources: tuple[ProposalSource, ...] = (ProposalSource.HIT, ProposalSource.BACKUP)
@@ -106,6 +108,8 @@ class System:
         speculation.backup = self.backup
         speculation.fan_out = self.fan_out
         speculation.min_path_prob = self.min_path_prob
+        speculation.draft.look_up = self.look_up
+        speculation.plan = self.plan
         return config
 
     def run(self, *, num_requests: int = NUM_REQUESTS) -> list[Committed]:
@@ -199,6 +203,10 @@ SYSTEMS = {
     "ssd of look-up": System(is_ngram=True, backup=Backup.ngram),
     "tree with ssd": System(widths=[2, 2], c=0.3, fan_out=FanOut.calibrated, min_path_prob=0.1),
     "best first with ssd": System(nodes=5, backup=Backup.ngram, fan_out=FanOut.calibrated),
+    "random tokens after a miss, look-up beside the draft": System(
+        backup=Backup.random, look_up=2, widths=[2, 1], order_seed=2
+    ),
+    "planned": System(backup=Backup.auto, look_up=1, plan=PlanMode.auto, sources=()),
     "filters": System(
         prepare_outcomes=False,
         widths=[2, 1],
