@@ -33,6 +33,11 @@ class SglangPeer:
         """Answer all at once."""
         return self._loop.run_until_complete(self._answer_all(batch))
 
+    def close(self) -> None:
+        """End it."""
+        self._engine.shutdown()
+        self._loop.close()
+
     async def _answer_all(self, batch: Batch) -> list[Answer]:
         began = time.monotonic()
         return await asyncio.gather(
@@ -75,7 +80,8 @@ def open_system(spec: PeerSpec) -> Iterator[SglangPeer]:
         disable_radix_cache=True,  # nobody else keeps the last prompt either
         skip_tokenizer_init=True,
     )
+    peer = SglangPeer(engine, spec, version=sglang.__version__)
     try:
-        yield SglangPeer(engine, spec, version=sglang.__version__)
+        yield peer
     finally:
-        engine.shutdown()
+        peer.close()
