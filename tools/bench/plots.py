@@ -151,7 +151,6 @@ def _draw_sets(axes: Axes, entries: Sequence[Figures], colours: dict[str, str]) 
         )
     axes.axhline(1, color="#444444", linewidth=0.8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
-    axes.legend(fontsize=7, ncols=2)
 
 
 def _draw_batches(plan: Plan, figures: Sequence[Figures], colours: dict[str, str]) -> bytes:
@@ -175,7 +174,6 @@ def _draw_batches(plan: Plan, figures: Sequence[Figures], colours: dict[str, str
             axes.set_ylabel("tokens/s")
             axes.set_ylim(bottom=0)
             axes.grid(visible=True, alpha=0.25)
-            axes.legend(fontsize=7)
     return _png(figure)
 
 
@@ -187,6 +185,12 @@ def _grid(num_rows: int, num_columns: int, height: float) -> tuple[Figure, list[
 
 
 def _png(figure: Figure) -> bytes:
+    """With one legend for all panels, if anything in them has a label."""
+    handles = {}
+    for axes in figure.axes:
+        handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
