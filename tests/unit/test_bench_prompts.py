@@ -90,3 +90,9 @@ def test_the_own_set_has_four_prompts_of_each_kind() -> None:
     assert len({p.text for p in prompts}) == 20
     assert len(set(kinds[:5])) == 5  # so num_prompts=5 has one of each
     assert {p.set_name for p in prompts} == {"built-in"}
+
+
+def test_the_own_set_can_stand_beside_others(tmp_path: Path) -> None:
+    other = write(tmp_path / "other.jsonl", {"prompt": "x"})
+    prompts = read_sets(f"built-in,{other}", num_prompts=1)
+    assert [p.set_name for p in prompts] == ["built-in", "other"]

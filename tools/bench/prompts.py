@@ -32,14 +32,13 @@ class PromptText:
 
 
 def read_sets(paths: str | None, *, num_prompts: int | None) -> list[PromptText]:
-    """All prompts, set by set. paths: comma-separated; None: the tool's own set.
+    """All prompts, set by set. paths: comma-separated; `built-in`, or None alone, is the tool's own set.
 
     num_prompts: the first so many of each set. Raises `ConfigError` for a file that cannot be read, a line
     that is no prompt, and two files of the same name.
     """
-    files = [(_OWN_NAME, OWN_SET)]
-    if paths is not None:
-        files = [(Path(part.strip()).stem, Path(part.strip())) for part in paths.split(",")]
+    parts = [_OWN_NAME] if paths is None else [part.strip() for part in paths.split(",")]
+    files = [(part, OWN_SET) if part == _OWN_NAME else (Path(part).stem, Path(part)) for part in parts]
     names = [name for name, _ in files]
     for name in names:
         if names.count(name) > 1:

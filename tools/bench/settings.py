@@ -70,7 +70,7 @@ class BenchSettings:
 
     prompts: str | None = None
     """Comma-separated .jsonl files, a set each: `turns`, `prompt` or `question` a line; of several turns the
-    first. Null: the tool's own set."""
+    first. `built-in` among them, or null: the tool's own set."""
     num_prompts: int | None = None
     """First so many of each set. Null: all."""
     repeats: int = 2
