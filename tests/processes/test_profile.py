@@ -41,6 +41,7 @@ def engine_config(model: Path, *overrides: str):
             "model.dtype=float32",
             "speculation.draft.layers=3",
             "speculation.backup=sequential",
+            "speculation.plan=fixed",
             *overrides,
         ]
     )
@@ -147,6 +148,7 @@ def test_the_command_writes_trace_tables_and_picture(model, tmp_path, monkeypatc
             "seed=1",
             "out=found",
             "rounds=3",
+            "speculation.plan=fixed",
             "speculation.draft.layers=3",
         ]
     )
