@@ -2,7 +2,7 @@
 
 The engine's own speed is the price of time: at R tokens a second each millisecond has to win R / 1000. So
 
-- a node stays in a proposal while its chance of being accepted exceeds R times the time of one row more;
+- of a proposal's nodes the likeliest stay, as many as win most beyond R times the time of their rows;
 - while the target waits, the draft takes another step as long as what it wins exceeds R times its time;
 - branches are read in the steps that win most for their time, and none is begun that would keep the target
   waiting for longer than it is worth;
@@ -53,8 +53,11 @@ class Planner:
         """The same for a step that prepares outcomes; left_ns: until the real one is due."""
         return min(len(log_values), self._shape.rows)
 
-    def keep(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The nodes of a selection that are worth verifying; those above a kept one are kept."""
+    def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
+        """The nodes of a selection that are worth verifying; those above a kept one are kept.
+
+        other_rows: tokens of other requests in the same forward.
+        """
         return list(entries)
 
     def keep_looked_up(self, chain: Sequence[LookedUp]) -> list[LookedUp]:
@@ -130,19 +133,23 @@ class OnlinePlanner(Planner):
             self._branch_rows += 0.1 * (best - self._branch_rows)
         return best
 
-    def keep(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those whose chance exceeds the price of a row; while speculation is on trial, always the first."""
+    def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
+        """The likeliest, as many as win most beyond the price of their rows; on trial, at least one."""
         if not self.measures.is_known:
-            return super().keep(entries)
-        kept: list[Entry] = []
-        new_index: dict[int, int] = {}
-        least = self.measures.price_of_row
-        for index, entry in enumerate(entries):
-            is_worth = math.exp(entry.log_value) > least or (index == 0 and self._is_on_trial)
-            if is_worth and (entry.parent < 0 or entry.parent in new_index):
-                new_index[index] = len(kept)
-                kept.append(entry._replace(parent=-1 if entry.parent < 0 else new_index[entry.parent]))
-        return kept
+            return super().keep(entries, other_rows=other_rows)
+        measures = self.measures
+        likeliest = sorted(range(len(entries)), key=lambda index: -entries[index].log_value)
+        alone_ns = measures.target.predict_ns(other_rows + 1)
+        count, best_gain, won = min(int(self._is_on_trial), len(entries)), 0.0, 0.0
+        for rows, index in enumerate(likeliest, start=1):
+            won += math.exp(entries[index].log_value)
+            gain = won - measures.price * (measures.target.predict_ns(other_rows + 1 + rows) - alone_ns)
+            if gain > best_gain:
+                count, best_gain = rows, gain
+        # A parent is at least as likely as its child and stands before it, so it is kept as well.
+        kept = sorted(likeliest[:count])
+        new_index = {old: new for new, old in enumerate(kept)}
+        return [entries[old]._replace(parent=new_index.get(entries[old].parent, -1)) for old in kept]
 
     def keep_looked_up(self, chain: Sequence[LookedUp]) -> list[LookedUp]:
         """Those whose chance exceeds the price of a row."""
@@ -162,7 +169,7 @@ class OnlinePlanner(Planner):
         measures = self.measures
         if not measures.is_known:
             return super().num_branches()
-        rows = max(self._branch_rows, 1.0)
+        rows = max(round(self._branch_rows), 1)
         steps = measures.verification_ns(1 + self._shape.depth) / measures.step.predict_ns(rows) - 1
         return max(min(self._budget, round(steps * rows)), min(_FEWEST_BRANCHES, self._budget))
 

@@ -345,7 +345,10 @@ class DraftSpeculator(Stage):
         if selection is None:
             selection = self._select(tree, depth=useful)
         # A drawn token stays: its law would be another one if it stayed only where it is likely.
-        self._propose(request, selection if self._laws is not None else self._planner.keep(selection))
+        if self._laws is None:
+            others = sum(1 + len(r.tree.proposal) for r in self._requests.values() if r is not request)
+            selection = self._planner.keep(selection, other_rows=others)
+        self._propose(request, selection)
 
     def _propose(self, request: DraftRequest, entries: list[Entry]) -> None:
         """Submit a selection, with what was looked up beside it or, after a miss, in its place."""

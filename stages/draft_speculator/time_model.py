@@ -13,10 +13,16 @@ _OUTLIER = 2.0
 _LEAST = 0.2
 """Of the mean time: no forward is faster, whatever a slope from few rows says."""
 _SURE_AFTER = 4
+_STEP_WEIGHT = 3.0
+"""Forwards of a row count after which it counts half by itself and half by the line."""
 
 
 class TimeModel:
-    """T(n) = base + slope * n, by least squares with forgetting. Times in ns."""
+    """T(n) = base + slope * n + step(n), times in ns.
+
+    The line is fitted by least squares with forgetting. The steps are what is left of it for each n: kernels
+    take rows in groups, so that one row more may cost nothing, or as much as all before it.
+    """
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -25,6 +31,8 @@ class TimeModel:
         self._rows_rows = self._rows_ns = 0.0
         """Weighted means of the products."""
         self._count = 0
+        self._steps: dict[int, tuple[float, float]] = {}
+        """rows -> (weight, weighted mean of what the line misses)."""
 
     @property
     def is_known(self) -> bool:
@@ -33,15 +41,20 @@ class TimeModel:
 
     @property
     def slope_ns(self) -> float:
-        """Of one row more; never negative."""
+        """Of one row more, on the line; never negative."""
         variance = self._rows_rows - self._rows**2
         covariance = self._rows_ns - self._rows * self._ns
         prior = _PRIOR_SLOPE * self._ns
         return max((covariance + _SLOPE_WEIGHT * prior) / (variance + _SLOPE_WEIGHT), 0.0)
 
-    def predict_ns(self, rows: float) -> float:
+    def predict_ns(self, rows: int) -> float:
         """Expected time of `rows` rows; 0 before anything was seen."""
-        return max(self._ns + self.slope_ns * (rows - self._rows), _LEAST * self._ns)
+        weight, step = self._steps.get(rows, (0.0, 0.0))
+        expected = self._on_line_ns(rows) + step * weight / (weight + _STEP_WEIGHT)
+        return max(expected, _LEAST * self._ns)
+
+    def _on_line_ns(self, rows: float) -> float:
+        return self._ns + self.slope_ns * (rows - self._rows)
 
     def add(self, rows: int, ns: float) -> None:
         """A forward of `rows` rows took `ns`."""
@@ -54,3 +67,6 @@ class TimeModel:
         self._ns += (ns - self._ns) * share
         self._rows_rows += (rows * rows - self._rows_rows) * share
         self._rows_ns += (rows * ns - self._rows_ns) * share
+        weight, step = self._steps.get(rows, (0.0, 0.0))
+        weight = weight * _DECAY + 1
+        self._steps[rows] = (weight, step + (ns - self._on_line_ns(rows) - step) / weight)
