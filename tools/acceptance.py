@@ -100,7 +100,7 @@ def write_answers(
     logits = decoder.read(prompts, rows, rows)
     while True:
         for row, law in enumerate(laws):
-            log_law = law.law(logits[row : row + 1])
+            log_law = law.log_law(logits[row : row + 1])
             probs[row].append(log_law[0].softmax(dim=-1))
             position = len(prompts[row]) + len(tokens[row])
             tokens[row].append(int((log_law[0] + law.noise(position, log_law.dtype)).argmax()))

@@ -120,7 +120,8 @@ class _Layer:
         """Queries, keys (both rotated) and values, each [T, heads, head_dim]."""
         normed = rms_norm(hidden, self._input_norm, shape.rms_norm_eps)
         heads = self._qkv(normed).view(hidden.shape[0], -1, shape.head_dim)
-        queries, keys, values = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        queries, keys, values = heads.split(sizes, dim=1)  # type: ignore[no-untyped-call]
         if self._q_norm is not None and self._k_norm is not None:
             queries = rms_norm(queries, self._q_norm, shape.rms_norm_eps)
             keys = rms_norm(keys, self._k_norm, shape.rms_norm_eps)

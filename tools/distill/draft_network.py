@@ -117,7 +117,8 @@ def layer_forward(
         attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
     hidden = hidden + _linear(attended, layer, "self_attn.o_proj")
     normed = norm_rows(hidden, layer["post_attention_layernorm.weight"], shape.rms_norm_eps)
-    gated = GatedSilu.apply(_linear(normed, layer, "mlp.gate_proj"), _linear(normed, layer, "mlp.up_proj"))
+    gate, up = _linear(normed, layer, "mlp.gate_proj"), _linear(normed, layer, "mlp.up_proj")
+    gated: Tensor = GatedSilu.apply(gate, up)  # type: ignore[no-untyped-call]
     return hidden + _linear(gated, layer, "mlp.down_proj")
 
 
@@ -153,7 +154,7 @@ def _linear(rows: Tensor, layer: Mapping[str, Tensor], name: str) -> Tensor:
 
 def norm_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension, with a backward of few passes."""
-    out: Tensor = _RmsNorm.apply(rows, weight, eps)
+    out: Tensor = _RmsNorm.apply(rows, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 

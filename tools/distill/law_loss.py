@@ -89,5 +89,5 @@ class _LawLoss(torch.autograd.Function):
 def law_loss(hidden: Tensor, head: Tensor, law: TargetLaw) -> tuple[Tensor, Agreement]:
     """Mean loss over N positions. hidden: [N, hidden], normed. head: [R, hidden]."""
     agreement = Agreement()
-    loss: Tensor = _LawLoss.apply(hidden, head, law, agreement)
+    loss: Tensor = _LawLoss.apply(hidden, head, law, agreement)  # type: ignore[no-untyped-call]
     return loss, agreement

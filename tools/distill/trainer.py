@@ -87,7 +87,7 @@ class Trainer:
         batch = self._collate(answers)
         hidden = self._network.hidden(self._compute, batch.token_ids, batch.rows)
         loss, agreement = law_loss(hidden, self._compute[HEAD_NAME], batch.law)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, compute in self._compute.items():
             assert compute.grad is not None, f"{name} got no gradient"
             state.masters[name].grad = compute.grad.float()

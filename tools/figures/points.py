@@ -18,7 +18,7 @@ from tools.figures.settings import FigureSettings
 
 def config_of(settings: FigureSettings, *arguments: str) -> RunConfig:
     """A checked configuration with found models. Raises `ConfigError`."""
-    scale = ()
+    scale: tuple[str, ...] = ()
     if settings.model.startswith("emulated"):
         scale = (f"model.emulated.time_scale={settings.time_scale}",)
     config = compose([f"model={settings.model}", *scale, "model.max_context=4096", *arguments])
