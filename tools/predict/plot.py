@@ -27,7 +27,9 @@ def draw(curves: Sequence[Curve], path: Path) -> bool:
             law = curve.law
             label = f"temperature {curve.temperature:g}: {law.scale:.2f} F^-{law.power:.2f}"
             panel.plot(fan_outs, curve.miss_rates, "o", color=f"C{number}", markersize=4, label=label)
-            panel.plot(fan_outs, [law.miss_rate(float(f)) for f in fan_outs], "--", color=f"C{number}", linewidth=1)
+            panel.plot(
+                fan_outs, [law.miss_rate(float(f)) for f in fan_outs], "--", color=f"C{number}", linewidth=1
+            )
         panel.set(xscale="log", yscale="log", title=system, xlabel="fan-out F")
         panel.grid(visible=True, which="both", alpha=0.25)
         panel.legend(fontsize=8)
