@@ -441,7 +441,7 @@ def test_hundreds_of_requests_leave_nothing_behind() -> None:
     verifier, predictor = (pipeline.runtime.stages[n] for n in (StageName.VERIFIER, StageName.PREDICTOR))
     assert isinstance(verifier, TargetVerifier)
     assert isinstance(predictor, OutcomePredictor)
-    assert (verifier._sequences, verifier._by_draft_id, predictor._acceptance) == ({}, {}, {})
+    assert (verifier._sequences, verifier._by_draft_id, predictor._statistics) == ({}, {}, {})
 
 
 def test_a_token_that_the_model_has_no_row_for_fails_its_request_alone() -> None:
