@@ -96,7 +96,7 @@ class AnswerWriter:
 
     def write_answer(self, request: Request, finished: RequestFinished, blocks: Sequence[TextBlock]) -> None:
         """Write one answered (or cancelled) request, of which these blocks came."""
-        logprobs = [msgspec.structs.asdict(entry) for block in blocks for entry in block.logprobs or []]
+        logprobs = [msgspec.to_builtins(entry) for block in blocks for entry in block.logprobs or []]
         self._write(
             {
                 "request_id": request.request_id,
@@ -109,7 +109,7 @@ class AnswerWriter:
                 "num_output_tokens": finished.num_output_tokens,
                 "seed": request.sampling.seed,
                 "logprobs": logprobs if request.sampling.logprobs is not None else None,
-                "metrics": msgspec.structs.asdict(finished.metrics),
+                "metrics": msgspec.to_builtins(finished.metrics),
             }
         )
 

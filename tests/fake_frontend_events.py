@@ -1,6 +1,8 @@
 """Messages as the frontend gets them, with made-up figures."""
 
-from pipeline.messages import FinishReason, RequestFinished, RequestMetrics
+import msgspec
+
+from pipeline.messages import FinishReason, PlanFigures, RequestFinished, RequestMetrics
 
 METRICS = RequestMetrics(
     num_rounds=11,
@@ -21,6 +23,22 @@ METRICS = RequestMetrics(
     overlap_ms=150.0,
     overhead_ms=5.0,
 )
+
+PLANNED = msgspec.structs.replace(
+    METRICS,
+    num_rest_rounds=3,
+    plan=PlanFigures(
+        verify_ms=20.5,
+        verify_row_ms=0.5,
+        step_ms=2.0,
+        step_row_ms=0.25,
+        acceptance=0.6,
+        tokens_per_second=80.0,
+        least_chance=0.04,
+        num_branches=16,
+    ),
+)
+"""Of a run with `plan=auto`."""
 
 NO_SPECULATION = RequestMetrics(
     num_rounds=1,

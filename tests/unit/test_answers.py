@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.messages import TextBlock, TokenLogprobs
 from pipeline.prompts import PromptRow
 from pipeline.request_queue import RequestQueue
-from tests.fake_frontend_events import METRICS, NO_SPECULATION, finished
+from tests.fake_frontend_events import METRICS, NO_SPECULATION, PLANNED, finished
 
 METRIC_NAMES = {
     "num_rounds",
@@ -65,6 +65,15 @@ def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
     }
     assert set(metrics) >= METRIC_NAMES
     assert (metrics["hit_rate"], metrics["num_rounds"]) == (METRICS.hit_rate, METRICS.num_rounds)
+
+
+def test_the_planners_figures_are_written_with_the_others(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    with AnswerWriter(path) as writer:
+        writer.write_answer(request_of("a"), finished(metrics=PLANNED), blocks_of([1]))
+    (row,) = lines_of(path)
+    assert row["metrics"]["num_rest_rounds"] == 3
+    assert row["metrics"]["plan"]["tokens_per_second"] == 80.0
 
 
 def test_undefined_figures_are_null(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.messages import StageName
 from pipeline.report import closing_table
-from tests.fake_frontend_events import NO_SPECULATION, finished
+from tests.fake_frontend_events import NO_SPECULATION, PLANNED, finished
 
 
 @dataclass
@@ -48,6 +48,12 @@ def test_the_table_says_whether_the_bonus_token_counts():
     (rate,) = [line for line in lines if line.startswith("acceptance rate")]
     assert "bonus token included" in length
     assert "bonus token not included" in rate
+
+
+def test_the_planners_figures_are_those_of_the_last_request_and_its_rests_of_all():
+    table = figures(closing_table([finished(metrics=PLANNED)] * 2, {}, wall_seconds=1.0))
+    assert (table["plan: verification"], table["plan: price of time"]) == ("20.50", "80.0")
+    assert (table["plan: branches"], table["plan: rested"]) == ("16", "6")
 
 
 def test_what_a_run_does_not_define_is_a_dash():
