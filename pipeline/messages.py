@@ -388,7 +388,7 @@ class Committed(Message, frozen=True, kw_only=True):
     num_accepted: int
     """How many of `token_ids` came from the proposal."""
     source: ProposalSource | None
-    """Where the proposal of this round came from; None for the prefill and without speculation."""
+    """Where the proposal came from; None for the prefill, without speculation and while it rests."""
     num_prompt_tokens: int
     logprobs: list[TokenLogprobs] | None = None
     """One entry a token, where the request asks for them."""

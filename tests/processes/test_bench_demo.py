@@ -13,7 +13,7 @@ pytestmark = pytest.mark.demo
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "tools.bench", f"out={out}", "num_prompts=2", "max_tokens=8",
-        "setups=same_total_cores", "systems=autoregressive,short=saguaro+speculation.depth=2", *arguments,
+        "setups=same_target_cores", "systems=autoregressive,short=saguaro+speculation.depth=2", *arguments,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 

@@ -116,7 +116,8 @@ class Asker:
         assert "".join(block.text for block in blocks) == question.text
         assert [token_id for block in blocks for token_id in block.token_ids] == question.token_ids
         assert blocks[0].source is None
-        assert {block.source for block in blocks[1:]} <= set(ProposalSource)
+        # None where speculation rests.
+        assert {block.source for block in blocks[1:]} <= {*ProposalSource, None}
 
     def _leave(self, question: Question, name: str) -> None:
         for block in self._client.stream(question.prompt, request_id=name, **question.options()):
