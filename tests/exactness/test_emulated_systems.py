@@ -66,11 +66,11 @@ def test_another_seed_is_another_text(expected):
 def test_acceptance_and_hits_are_those_of_the_published_measurements():
     """Llama-70B with K = 7 and F = 3: 5.68 tokens a round after a hit, 4.01 after a miss, hit rate 0.88."""
     config = emulated("model=emulated_llama3_70b", "conf=ssd", "speculation.depth=7", "speculation.budget=24")
-    rounds = answer(config, 0.0, 500)
-    # About 270 rounds that depend on one another: four standard deviations or so.
-    assert abs(rounds.hit_rate - 0.88) < 0.08
-    assert abs(rounds.mean(ProposalSource.HIT) - 5.68) < 0.8
-    assert abs(rounds.mean(ProposalSource.BACKUP) - 4.01) < 1.4
+    rounds = answer(config, 0.0, 300)
+    # Rounds depend on one another: four standard deviations or so.
+    assert abs(rounds.hit_rate - 0.88) < 0.11
+    assert abs(rounds.mean(ProposalSource.HIT) - 5.68) < 1.1
+    assert abs(rounds.mean(ProposalSource.BACKUP) - 4.01) < 1.9
 
 
 def test_a_warmer_text_is_predicted_less_often():
