@@ -180,8 +180,8 @@ class DraftSpeculator(Stage):
         _check_outcome(outcome, request)
         learn(self._measures, request, outcome, num_active=len(self._requests))
         if request.text is not None:
-            path = reversed(tree.ancestors(tree.proposal_node(outcome.accepted_node)))
-            request.text.append([*(tree.token_ids[node] for node in path), outcome.bonus_token])
+            accepted = tree.path(tree.proposal_node(outcome.accepted_node))
+            request.text.append([*accepted, outcome.bonus_token])
         rerooting = tree.reroot(outcome.accepted_node, outcome.bonus_token)
         if request.can_draft:
             self._source.reroot(request.request_id, rerooting, tree)
