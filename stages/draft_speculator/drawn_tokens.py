@@ -104,6 +104,6 @@ class Drawer:
 
     def _key(self, tree: DraftTree, node: int) -> int:
         key = self._committed_key
-        for ancestor in reversed(tree.ancestors(node)):
-            key = extend_key(key, tree.token_ids[ancestor])
+        for token in tree.path(node):
+            key = extend_key(key, token)
         return key
