@@ -12,6 +12,7 @@ from conf.compose import compose
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError
 from pipeline.messages import RequestFinished, Sampling, StageName
+from pipeline.model_source import resolve_models
 from pipeline.profiling import ProfileClient
 from pipeline.spans import SpanKind
 from tests.processes.runtime import TOKENIZER, VERIFIER, collect, supervise, traces
@@ -65,11 +66,23 @@ def engine(model: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def profiled(engine: Engine):
-    """The profile of one request, and the request's end."""
-    engine.start_profile(num_spans=100_000)
-    finished = generate(engine)
-    return engine.end_profile(), finished
+def profiled():
+    """The profile of one request, and the request's end. The models are emulated, so that on every machine a
+    forward of the target lasts longer than a step that prepares its outcomes."""
+    config = compose(
+        [
+            "conf=saguaro",
+            "model=emulated",
+            "model.emulated.target_ms=[20,25]",
+            "speculation.backup=sequential",
+            "speculation.plan=fixed",
+        ]
+    )
+    check(config)
+    with Engine(resolve_models(config)) as engine:
+        engine.start_profile(num_spans=100_000)
+        finished = generate(engine)
+        return engine.end_profile(), finished
 
 
 def test_every_stage_records_every_kind_of_span_that_it_can(profiled):
