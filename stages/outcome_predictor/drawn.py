@@ -22,7 +22,8 @@ from conf.saguaro import active_saguaro_c
 from conf.schema import FanOut, SpeculationConfig
 from kernels.tree import node_depths
 from pipeline.messages import Outcome
-from stages.outcome_predictor.calibrated import TauEstimate, best_of, sharpened
+from stages.outcome_predictor.bonus_law import BonusLaw
+from stages.outcome_predictor.calibrated import best_of
 from stages.outcome_predictor.candidates import RoundCandidates
 from stages.outcome_predictor.fan_out import Nodes, fan_outs
 
@@ -89,7 +90,8 @@ class DrawnOutcomes:
         parents = parents_of_widths(speculation.tree.widths or [1] * speculation.depth)
         self._full = Nodes.tree(parents, [0.0] * (len(parents) + 1))
         self._tries = TryEstimate()
-        self._tau = TauEstimate()
+        self._after_leaf = BonusLaw()
+        self._after_rejection = BonusLaw(saguaro_c=self._c)
         self._announced: dict[str, tuple[float, Saguaro]] = {}
         """Of each request, how its next proposal is drawn, and the acceptance that this follows from."""
         self._rounds: dict[str, _Round] = {}
@@ -132,9 +134,13 @@ class DrawnOutcomes:
         budget: how many; the root is node -1.
         """
         this = self._rounds[request_id]
-        rests = np.stack([_residual(this, row) for row in range(len(this.candidates.ids))])
-        scores = sharpened(rests, self._tau.value) + np.array(self._walk(this.candidates)[1])[:, None]
-        scores[rests == -np.inf] = -np.inf
+        weights, is_tail, has_children = _leftovers(this)
+        log_probs = np.where(
+            has_children[:, None],
+            self._after_rejection.log_probs(weights, is_tail),
+            self._after_leaf.log_probs(weights, is_tail),
+        )
+        scores = log_probs + np.array(self._walk(this.candidates)[1])[:, None]
         return best_of(scores, this.candidates.ids, budget)
 
     def learn(self, outcome: Outcome) -> bool:
@@ -155,15 +161,12 @@ class DrawnOutcomes:
             if node < 0:
                 break
             node, accepted_child = candidates.parents[node], node
-        row = _residual(this, outcome.accepted_node + 1)
-        rest = RoundCandidates.of(
-            round_id=outcome.round_id,
-            token_ids=[],
-            parents=[],
-            ids=candidates.ids[[outcome.accepted_node + 1]],
-            log_probs=row[None].astype(np.float32),
-        )
-        self._tau.add(rest, accepted_node=-1, bonus_token=outcome.bonus_token)
+        row = outcome.accepted_node + 1
+        column = candidates.column_of(row, outcome.bonus_token)
+        if column is not None:
+            weights, is_tail, has_children = _leftovers(this)
+            law = self._after_rejection if has_children[row] else self._after_leaf
+            law.add(weights[row], is_tail[row], column)
         return True
 
     def forget(self, request_id: str) -> None:
@@ -200,14 +203,21 @@ def _log_prob(candidates: RoundCandidates, node: int) -> float:
     return _UNKNOWN if column < 0 else float(candidates.log_probs[candidates.parents[node] + 1, column])
 
 
-def _residual(this: _Round, row: int) -> NDArray[np.float64]:
-    """Log weights [width] of what may follow a row's node if all its children are rejected."""
+def _leftovers(this: _Round) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """What may follow each row's node if all its children are rejected.
+
+    Returns log weights [rows, width], what of it is behind the F of Saguaro sampling [rows, width], and which
+    rows have children at all [rows].
+    """
     candidates = this.candidates
-    is_child = candidates.is_child[row]
-    weights: NDArray[np.float64] = candidates.log_probs[row].copy()
-    if this.saguaro is not None and is_child.any():
-        depth = node_depths(candidates.parents)[row - 1] if row > 0 else 0
-        fan_outs = this.saguaro.fan_outs
-        weights[fan_outs[min(depth, len(fan_outs) - 1)] :] += math.log(max(this.saguaro.c, _LEAST))
-    weights[is_child | (candidates.ids[row] < 0)] = -np.inf
-    return weights
+    weights = candidates.log_probs.copy()
+    weights[candidates.is_child | (candidates.ids < 0)] = -np.inf
+    has_children = np.zeros(len(weights), dtype=np.bool_)
+    has_children[np.asarray(candidates.parents, dtype=np.int64) + 1] = True
+    is_tail = np.zeros(weights.shape, dtype=np.bool_)
+    if this.saguaro is not None:
+        fan_outs = np.asarray(this.saguaro.fan_outs)
+        depths = np.asarray([0, *node_depths(candidates.parents)])
+        counts = fan_outs[np.minimum(depths, len(fan_outs) - 1)]
+        is_tail = (np.arange(weights.shape[1]) >= counts[:, None]) & has_children[:, None]
+    return weights, is_tail, has_children
