@@ -20,362 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import msgspec
+from pipeline.async_client import CLOSED, Answer, AsyncClient, AsyncStream, Prompt
+from pipeline.client_messages import EngineStats
+from pipeline.errors import EngineDead
+from pipeline.messages import TextBlock
 
-from pipeline.client_messages import Accepted, Cancel, EngineStats, Generate, GetStats, StatsReport
-from pipeline.client_options import without_defaults
-from pipeline.connection import Connection
-from pipeline.errors import EngineDead, RequestError, RequestTimeout, shown
-from pipeline.messages import (
-    ChatTurn,
-    FinishReason,
-    RequestFailed,
-    RequestFinished,
-    RequestMetrics,
-    TextBlock,
-    TokenLogprobs,
-)
+__all__ = ["Answer", "AsyncClient", "AsyncStream", "Client", "Prompt", "Stream"]
 
-Prompt = str | Sequence[ChatTurn | Mapping[str, str]]
-"""A raw prompt, or the turns of a conversation: `{"role": "user", "content": "..."}`."""
-
-_STATS_TIMEOUT_S = 10.0
 _CLOSE_S = 1.0
 """How long the requests of other threads may take to notice that their client was closed."""
-_CLOSED = "the client is closed"
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A finished request."""
-
-    request_id: str
-    text: str
-    blocks: list[TextBlock]
-    """What came of each round: text, tokens, and whether they were a hit."""
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    """The stop string or token id of the request that ended it, if one did."""
-    seed: int
-    """With it, the same request gives the same answer again."""
-    num_prompt_tokens: int | None
-    """None for a request that was cancelled before it started, as is `metrics`."""
-    metrics: RequestMetrics | None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All output tokens. An end-of-sequence token is among them, and not in the text."""
-        return [token_id for block in self.blocks for token_id in block.token_ids]
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """One entry a token, for a request that asks for them; else none."""
-        return [entry for block in self.blocks for entry in block.logprobs or []]
-
-
-class AsyncClient:
-    """A client for asyncio; one loop uses it. Requests may run side by side."""
-
-    def __init__(
-        self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
-    ) -> None:
-        """Store where the engine is. Connects on entering, or with the first request.
-
-        address: what the engine was given as `listen=`.
-        timeout_s: limit for each request that is given none of its own; None: no limit.
-        connect_timeout_s: how long to wait for an engine that is still loading.
-        """
-        self._address = address
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._connection: Connection | None = None
-        self._is_closed = False
-        self._connecting = asyncio.Lock()
-        self._by_name: dict[str, AsyncStream] = {}
-        self._by_number: dict[str, AsyncStream] = {}
-        """What the engine knows them by: a name may be used again before it has forgotten the first."""
-        self._reports: dict[str, asyncio.Future[EngineStats]] = {}
-        self._numbers = itertools.count(1)
-
-    async def __aenter__(self) -> Self:
-        await self._connected()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        **options: object,
-    ) -> Answer:
-        """The whole answer to a prompt.
-
-        request_id: a name for `cancel`, unique among this client's open requests.
-        options: fields of `Sampling`, such as max_tokens, temperature, seed.
-        Raises `RequestError` for a request that cannot be served, `RequestTimeout`, `EngineDead` when the
-        engine ends meanwhile, and `EngineUnreachable`.
-        """
-        async with self.stream(prompt, request_id=request_id, timeout_s=timeout_s, **options) as stream:
-            async for _ in stream:
-                pass
-            return stream.answer
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        **options: object,
-    ) -> AsyncStream:
-        """The answer block by block, as it is committed; takes and raises what `generate` does.
-
-        Use it in `async with`, which cancels the request of a stream that is left, or iterate to its end.
-        """
-        number = self._new_number()
-        name = f"request-{number}" if request_id is None else request_id
-        if name in self._by_name:
-            raise RequestError(f"request id {shown(name)} is in use; choose another")
-        text, chat = (prompt, None) if isinstance(prompt, str) else (None, turns_of(prompt))
-        request = Generate(
-            request_id=number,
-            prompt=text,
-            chat=chat,
-            options=without_defaults(options),
-        )
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        stream = AsyncStream(self, request, name, limit_s)
-        self._by_name[name] = self._by_number[number] = stream
-        return stream
-
-    async def cancel(self, request_id: str) -> None:
-        """End a request; its answer comes with finish reason `cancelled`. Unknown ids are ignored."""
-        stream = self._by_name.get(request_id)
-        if stream is not None:
-            stream.cancel()
-
-    async def stats(self) -> EngineStats:
-        """Figures of the engine. Raises `EngineDead`, `EngineUnreachable`, `RequestTimeout`."""
-        connection = await self._connected()
-        request_id = self._new_number()
-        report = self._reports[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            await connection.send(GetStats(request_id=request_id))
-            return await asyncio.wait_for(report, _STATS_TIMEOUT_S)
-        except TimeoutError:
-            raise RequestTimeout(f"the engine did not report within {_STATS_TIMEOUT_S:g} s") from None
-        finally:
-            del self._reports[request_id]
-
-    async def close(self) -> None:
-        """Cancel what is in flight and disconnect. May be called twice."""
-        self._is_closed = True
-        for stream in list(self._by_name.values()):
-            stream.cancel()
-        self._fail_all(_CLOSED)
-        if self._connection is not None:
-            self._connection.close()
-
-    # --- for the streams --------------------------------------------------------------------------------
-
-    async def _connected(self) -> Connection:
-        """The open connection, or a new one."""
-        async with self._connecting:
-            self._check_open()
-            if self._connection is not None:
-                if self._connection.loss is None:
-                    return self._connection
-                self._connection.close()
-                self._connection = None
-            connection = Connection(self._address, on_message=self._take, on_loss=self._fail_all)
-            try:
-                await connection.open(self._connect_timeout_s)
-                self._check_open()
-            except BaseException:
-                connection.close()
-                raise
-            self._connection = connection
-            return connection
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineDead(_CLOSED)
-
-    def _forget(self, name: str, number: str) -> None:
-        self._by_name.pop(name, None)
-        self._by_number.pop(number, None)
-
-    def _new_number(self) -> str:
-        return str(next(self._numbers))
-
-    def _take(self, message: object) -> None:
-        match message:
-            case StatsReport():
-                report = self._reports.get(message.request_id)
-                if report is not None and not report.done():
-                    report.set_result(message.stats)
-            case Accepted() | TextBlock() | RequestFinished() | RequestFailed():
-                stream = self._by_number.get(message.request_id)
-                if stream is not None:  # else the last words of a request that was left
-                    stream.take(message)
-
-    def _fail_all(self, reason: str) -> None:
-        for stream in list(self._by_name.values()):
-            stream.lose(reason)
-        for report in self._reports.values():
-            if not report.done():
-                report.set_exception(EngineDead(reason))
-
-
-class AsyncStream:
-    """One request of an `AsyncClient`: iterate over its blocks; `answer` has the whole at the end."""
-
-    def __init__(self, client: AsyncClient, request: Generate, name: str, timeout_s: float | None) -> None:
-        """Made by `AsyncClient.stream`. Entering it sends the request, or else asking for the first block."""
-        self.request_id = name
-        self._client = client
-        self._request = request
-        self._timeout_s = timeout_s
-        self._ends_at: float | None = None
-        self._connection: Connection | None = None
-        self._news: asyncio.Queue[TextBlock | RequestFinished | RequestFailed | EngineDead] = asyncio.Queue()
-        self._seed = 0
-        self._blocks: list[TextBlock] = []
-        self._answer: Answer | None = None
-        self._is_cancelled = False
-        self._is_over = False
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    async def start(self) -> None:
-        """Send the request, if that was not done yet. Raises as `AsyncClient.generate` does."""
-        if self._connection is not None or self._is_over:
-            return
-        async with self._limited():
-            connection = await self._client._connected()
-            if not self._is_cancelled:
-                self._connection = connection
-                await connection.send(self._request)
-
-    def __aiter__(self) -> AsyncIterator[TextBlock]:
-        return self
-
-    async def __anext__(self) -> TextBlock:
-        """The next block. Raises as `AsyncClient.generate` does."""
-        if self._is_over:
-            raise StopAsyncIteration
-        news = await self._next_news()
-        if isinstance(news, TextBlock):
-            block = msgspec.structs.replace(news, request_id=self.request_id)
-            self._blocks.append(block)
-            return block
-        self._end()
-        match news:
-            case EngineDead():
-                raise news
-            case RequestFailed() if not self._is_cancelled:
-                raise RequestError(news.reason)
-        self._answer = self._finished(news if isinstance(news, RequestFinished) else None)
-        raise StopAsyncIteration
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer. Raises `RequestError` before the end, and for a stream that was left."""
-        if self._answer is None:
-            raise RequestError(f"request {shown(self.request_id)} has no answer: it was not read to its end")
-        return self._answer
-
-    def cancel(self) -> None:
-        """End the request; the stream ends with what has come so far, and reason `cancelled`."""
-        self._is_cancelled = True
-        if self._connection is not None:
-            self._connection.send_soon(Cancel(request_id=self._request.request_id))
-
-    async def aclose(self) -> None:
-        """Leave the stream; a request that is not finished is cancelled. May be called twice."""
-        if not self._is_over:
-            self.cancel()
-            self._end()
-
-    def take(self, message: Accepted | TextBlock | RequestFinished | RequestFailed) -> None:
-        """News from the engine."""
-        if isinstance(message, Accepted):
-            self._seed = message.seed
-        else:
-            self._news.put_nowait(message)
-
-    def lose(self, reason: str) -> None:
-        """The engine is gone."""
-        if self._connection is not None:  # else it was not sent yet, and the next engine may have it
-            self._news.put_nowait(EngineDead(reason))
-
-    async def _next_news(self) -> TextBlock | RequestFinished | RequestFailed | EngineDead:
-        await self.start()
-        if self._connection is None:
-            return RequestFailed(request_id=self.request_id, reason="cancelled before it started")
-        async with self._limited():
-            return await self._news.get()
-
-    @contextlib.asynccontextmanager
-    async def _limited(self) -> AsyncIterator[None]:
-        """Inside, the request's time runs; whatever is raised ends it."""
-        if self._ends_at is None and self._timeout_s is not None:
-            self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            async with asyncio.timeout_at(self._ends_at):
-                yield
-        except BaseException as error:
-            await self.aclose()
-            if isinstance(error, TimeoutError):
-                raise RequestTimeout(
-                    f"request {shown(self.request_id)} took over {self._timeout_s:g} s; it was cancelled"
-                ) from None
-            raise
-
-    def _end(self) -> None:
-        self._is_over = True
-        self._client._forget(self.request_id, self._request.request_id)
-
-    def _finished(self, end: RequestFinished | None) -> Answer:
-        """end: None for a request that was cancelled before it started."""
-        return Answer(
-            request_id=self.request_id,
-            text=end.text if end else "",
-            blocks=self._blocks,
-            finish_reason=end.finish_reason if end else FinishReason.CANCELLED,
-            stop_reason=end.stop_reason if end else None,
-            seed=self._seed,
-            num_prompt_tokens=end.num_prompt_tokens if end else None,
-            metrics=end.metrics if end else None,
-        )
 
 
 class Client:
@@ -396,7 +56,7 @@ class Client:
 
     def __enter__(self) -> Self:
         try:
-            self._run(self._client._connected())
+            self._run(self._client.connected())
         except BaseException:
             self.close()
             raise
@@ -459,12 +119,12 @@ class Client:
         """The result of a coroutine in the loop's thread; Ctrl-C cancels it."""
         if self._loop.is_closed():
             coroutine.close()
-            raise EngineDead(_CLOSED)
+            raise EngineDead(CLOSED)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except CancelledError:
-            raise EngineDead(_CLOSED) from None
+            raise EngineDead(CLOSED) from None
         except BaseException:
             future.cancel()
             raise
@@ -519,21 +179,6 @@ class Stream:
         self._client._run(self._stream.aclose())
 
 
-def turns_of(chat: Sequence[ChatTurn | Mapping[str, str]]) -> list[ChatTurn]:
-    """The turns of a conversation. Raises `RequestError` for what is none."""
-    if not isinstance(chat, Sequence):
-        raise RequestError(f"expected a text or a list of turns, got {type(chat).__name__}")
-    turns = []
-    for turn in chat:
-        try:
-            turns.append(msgspec.convert(turn, ChatTurn))
-        except msgspec.ValidationError as error:
-            raise RequestError(
-                f'expected turns like {{"role": "user", "content": "..."}}, got {shown(turn)}: {error}'
-            ) from None
-    return turns
-
-
 async def _end_everything(client: AsyncClient) -> None:
     """Close the client, and let no other coroutine of its loop wait for ever."""
     await client.close()
@@ -552,6 +197,6 @@ async def _next_or_none(stream: AsyncStream) -> TextBlock | None:
 
 
 def _leave(stream: AsyncStream) -> None:
-    if not stream._is_over:
+    if not stream.is_over:
         stream.cancel()
-        stream._end()
+        stream.end()

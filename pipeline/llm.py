@@ -18,7 +18,7 @@ from typing import Self, cast
 
 from conf.check import check
 from conf.compose import compose
-from pipeline.client import turns_of
+from pipeline.async_client import turns_of
 from pipeline.client_options import resolve_options
 from pipeline.engine import Engine
 from pipeline.errors import EngineDead, RequestError, shown
