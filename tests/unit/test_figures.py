@@ -86,6 +86,12 @@ def test_rates_without_look_ups_are_undefined():
             ["figure=fan_out", "out=x", "fan_outs=[64]", "depth=40"],
             "expected at most 1024 branches",
         ),
+        (["figure=saguaro_c", "out=x", "temperature=1"], "model=emulated_llama3_70b: expected a real model"),
+        (["figure=saguaro_c", "out=x", "model=demo"], "temperature=0: expected more than 0"),
+        (
+            ["figure=saguaro_c", "out=x", "model=demo", "temperature=1", "saguaro_cs=[2]"],
+            "saguaro_cs=[2.0]: expected 0 to 1",
+        ),
         (["figure=fan_out", "out=x", "colour=red"], "colour: there is no such key"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conf.keys import keys_of
 from pipeline.errors import ConfigError, EngineError
-from tools.figures.predictions import fan_out_figure, policies_figure
+from tools.figures.predictions import fan_out_figure, policies_figure, saguaro_c_figure
 from tools.figures.result import FigureResult, load_matplotlib, write_figure
 from tools.figures.settings import FigureName, FigureSettings, compose_settings
 from tools.figures.theorem7 import theorem7_figure
@@ -21,6 +21,7 @@ from tools.figures.throughput import backup_figure, overhead_figure, throughput_
 _FIGURES: dict[FigureName, Callable[[FigureSettings], FigureResult]] = {
     FigureName.fan_out: fan_out_figure,
     FigureName.policies: policies_figure,
+    FigureName.saguaro_c: saguaro_c_figure,
     FigureName.backup: backup_figure,
     FigureName.theorem7: theorem7_figure,
     FigureName.throughput: throughput_figure,

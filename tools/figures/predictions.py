@@ -1,4 +1,4 @@
-"""Figures about predictions: hit rate against fan-out, and the policies at equal budget."""
+"""Figures about predictions: hit rate against fan-out, policies at equal budget, and Saguaro sampling's C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import FanOut
+from pipeline.messages import ProposalSource
 from tools.figures.points import predict, ssd_arguments
 from tools.figures.result import FigureResult
 from tools.figures.settings import FigureSettings
@@ -97,4 +98,56 @@ def policies_figure(settings: FigureSettings) -> FigureResult:
         columns=["B", *(policy.name for policy in FanOut)],
         rows=rows,
         draw=draw,
+    )
+
+
+def saguaro_c_figure(settings: FigureSettings) -> FigureResult:
+    """What a smaller C gains in hits and loses in acceptance, by the rejection rule; all branches finish."""
+    values, fan_outs = sorted(set(settings.saguaro_cs), reverse=True), sorted(set(settings.fan_outs))
+    points: dict[int, list[tuple[float, float]]] = {fan_out: [] for fan_out in fan_outs}
+    rows = []
+    for fan_out in fan_outs:
+        for c in values:
+            rounds = predict(
+                settings,
+                *ssd_arguments(
+                    settings.depth,
+                    fan_out * (settings.depth + 1),
+                    "speculation.verification=rejection",
+                    f"speculation.saguaro_c={c}",
+                ),
+            )
+            points[fan_out].append((rounds.hit_rate, rounds.mean()))
+            after = [rounds.mean(source) for source in (ProposalSource.HIT, ProposalSource.BACKUP)]
+            rows.append(
+                [
+                    str(fan_out),
+                    f"{c:g}",
+                    f"{rounds.hit_rate:.3f}",
+                    *(f"{tokens:.2f}" for tokens in (*after, rounds.mean())),
+                    str(sum(len(listed) for listed in rounds.by_source.values())),
+                ]
+            )
+            say(
+                f"F = {fan_out}, C = {c:g}: hit rate {rounds.hit_rate:.3f}, "
+                f"{rounds.mean():.2f} tokens a round"
+            )
+
+    def draw(axes: Any) -> None:
+        for fan_out, listed in points.items():
+            axes.plot(
+                [hit for hit, _ in listed], [tokens for _, tokens in listed], "o-", label=f"F = {fan_out}"
+            )
+            for c, point in zip(values, listed, strict=True):
+                axes.annotate(f"{c:g}", point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.set(xlabel="hit rate (beside each point: C)", ylabel="tokens a round")
+        axes.legend()
+
+    return FigureResult(
+        title=f"Saguaro sampling's C: {settings.model}, K = {settings.depth}, "
+        f"temperature {settings.temperature:g}",
+        columns=["F", "C", "hit rate", "tokens after a hit", "after a miss", "tokens a round", "rounds"],
+        rows=rows,
+        draw=draw,
+        remarks=["C = 1 draws from the draft's own law. A miss is drafted again from scratch."],
     )

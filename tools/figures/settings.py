@@ -22,6 +22,8 @@ class FigureName(str, Enum):
     """Hit rate against fan-out, with the fitted power law."""
     policies = "policies"
     """Hit rate against budget: uniform, geometric, calibrated."""
+    saguaro_c = "saguaro_c"
+    """Hit rate against accepted tokens under the rejection rule, as Saguaro sampling's C falls."""
     backup = "backup"
     """Drafting again against look-up after a miss, by batch size."""
     theorem7 = "theorem7"
@@ -45,7 +47,7 @@ class FigureSettings:
     out: str = ""
     """Needed: the folder of FIGURE.png and FIGURE.md."""
     model: str = "emulated_llama3_70b"
-    """A file of the model group: an emulated model, or demo for fan_out and policies."""
+    """A file of the model group: an emulated model, or demo for fan_out, policies and saguaro_c."""
     depth: int = 7
     """K: tokens in a drafted chain."""
     fan_out: int = 3
@@ -53,7 +55,9 @@ class FigureSettings:
     depths: list[int] = field(default_factory=lambda: [2, 4, 7])
     """Of the sweep of theorem7."""
     fan_outs: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
-    """Of fan_out and policies; theorem7 sweeps the first and the third."""
+    """Of fan_out, policies and saguaro_c; theorem7 sweeps the first and the third."""
+    saguaro_cs: list[float] = field(default_factory=lambda: [1.0, 0.7, 0.5, 0.3, 0.1, 0.0])
+    """C of Saguaro sampling, of the figure of that name."""
     acceptances: list[float] = field(default_factory=lambda: [0.5, 0.9])
     """Of the sweep of theorem7: hard_acceptance of the model."""
     batches: list[int] = field(default_factory=lambda: [1, 4, 16])
@@ -95,13 +99,24 @@ def _check(settings: FigureSettings) -> None:
     if settings.figure in TIMED and not settings.model.startswith("emulated"):
         raise ConfigError(
             f"model={settings.model}: expected an emulated model for figure={settings.figure.value}, "
-            "whose times are known; choose one, or figure=fan_out or policies"
+            "whose times are known; choose one, or figure=fan_out, policies or saguaro_c"
+        )
+    if settings.figure is FigureName.saguaro_c and settings.model.startswith("emulated"):
+        raise ConfigError(
+            f"model={settings.model}: expected a real model for figure=saguaro_c, since an emulated one "
+            "has no law to draw from; choose model=demo"
+        )
+    if settings.figure is FigureName.saguaro_c and not settings.temperature > 0:
+        raise ConfigError(
+            f"temperature={settings.temperature:g}: expected more than 0 for figure=saguaro_c, since nothing "
+            "is drawn from a law at 0; add temperature=1"
         )
     ranges: dict[str, tuple[Sequence[float], float, float]] = {
         "depth": ([settings.depth], 1, MAX_DEPTH),
         "fan_out": ([settings.fan_out], 1, 64),
         "depths": (settings.depths, 1, MAX_DEPTH),
         "fan_outs": (settings.fan_outs, 1, 64),
+        "saguaro_cs": (settings.saguaro_cs, 0, 1),
         "acceptances": (settings.acceptances, 0.05, 1.0),
         "batches": (settings.batches, 1, 256),
         "num_prompts": ([settings.num_prompts], 1, 100_000),

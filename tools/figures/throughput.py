@@ -37,6 +37,7 @@ def _run(settings: FigureSettings, batch: int, *arguments: str) -> Measured:
 
 
 def _systems(settings: FigureSettings) -> dict[str, list[str]]:
+    """`ssd` as published; the other runs that prepare outcomes as they are by default, planned online."""
     linear_depth = _LINEAR_DEPTH.get(settings.model, settings.depth)
     depth = _SSD_DEPTH.get(settings.model, settings.depth)
     budget = settings.fan_out * (depth + 1)
@@ -48,7 +49,8 @@ def _systems(settings: FigureSettings) -> dict[str, list[str]]:
             "speculation.min_path_prob=0",
         ],
         "ssd": ssd_arguments(depth, budget),
-        "saguaro": ssd_arguments(depth, budget, "speculation.fan_out=calibrated"),
+        "saguaro": ["conf=saguaro", f"speculation.depth={depth}"],
+        "saguaro_tree": ["conf=saguaro_tree", f"speculation.depth={depth}"],
     }
 
 
@@ -112,15 +114,16 @@ def throughput_figure(settings: FigureSettings) -> FigureResult:
 
 
 def _beside_published(settings: FigureSettings, runs: dict[str, list[Measured]]) -> list[str]:
-    plain, linear, ssd = (
-        runs[label][0].tokens_per_second * settings.time_scale
-        for label in ("autoregressive", "speculative", "ssd")
-    )
+    def here(prepared: str) -> tuple[float, ...]:
+        labels = ("autoregressive", "speculative", prepared)
+        return tuple(runs[label][0].tokens_per_second * settings.time_scale for label in labels)
+
     lines = [
         "| batch 1, times the time scale | plain | linear | SSD | linear / plain | SSD / linear |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, figures in {"here": (plain, linear, ssd), **_PUBLISHED.get(settings.model, {})}.items():
+    measured = {f"here, SSD = {label}": here(label) for label in ("ssd", "saguaro", "saguaro_tree")}
+    for name, figures in {**measured, **_PUBLISHED.get(settings.model, {})}.items():
         ratios = (figures[1] / figures[0], figures[2] / figures[1])
         lines.append(
             "| "
