@@ -16,6 +16,7 @@ def learn(measures: Measures, request: DraftRequest, outcome: Outcome, *, num_ac
         measures.target.add(outcome.num_rows, outcome.compute_ns)
         if not request.is_resting:
             measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - request.submitted_ns)
+            measures.delays.add(outcome.decided_ns - request.due_ns)
     if request.last_decided_ns:
         measures.add_round(
             tokens=outcome.num_accepted + 1,

@@ -5,6 +5,11 @@ Knows nothing of trees or messages; the stage feeds it. Rates are tokens per ns,
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
 from pipeline.messages import PlanFigures
 from stages.draft_speculator.calibration import Calibration
 from stages.draft_speculator.ngram_draft import MAX_NGRAM
@@ -16,8 +21,32 @@ _KNOWN_AFTER = 6
 """Rounds before the figures are gone by."""
 _TURNAROUND_SHARE = 0.1
 _LONGEST_TURNAROUND_NS = 5e6
+_NUM_DELAYS = 32
 _LONG_ROUND = 4.0
 """A round that took this many times the mean waited for something else: another request's prefill."""
+
+
+class Delays:
+    """How much later than expected outcomes came lately."""
+
+    def __init__(self) -> None:
+        self._ns: deque[float] = deque(maxlen=_NUM_DELAYS)
+
+    def add(self, ns: float) -> None:
+        """An outcome came so much later, or earlier where it is negative."""
+        self._ns.append(ns)
+
+    def late_ns(self, step_ns: Sequence[float], *, left_ns: float) -> list[float]:
+        """How long draft steps of these lengths, begun now, are likely to keep the target waiting.
+
+        left_ns: until the outcome is expected, which has not come yet; negative where it is overdue.
+        """
+        ahead = left_ns + np.array(self._ns or [0.0])
+        ahead = ahead[ahead > 0]
+        if not len(ahead):  # later than ever: it may come at any moment
+            ahead = np.zeros(1)
+        late: list[float] = np.maximum(np.array(step_ns)[:, None] - ahead, 0.0).mean(axis=1).tolist()
+        return late
 
 
 class Rate:
@@ -54,6 +83,7 @@ class Measures:
         """Of a verification, by the rows of the whole batch."""
         self.step = TimeModel()
         """Of a draft step, by the rows it reads."""
+        self.delays = Delays()
         self.calibration = Calibration()
         self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
         """How often a looked-up token is right if those before it were, by the tokens that matched."""
@@ -127,13 +157,6 @@ class Measures:
     def start_trial(self) -> None:
         """Forget how fast speculation was."""
         self._speculative = Rate()
-
-    @property
-    def pays_to_wait(self) -> bool:
-        """Whether the first draft step below the root wins more than it costs all requests."""
-        if not self.is_known:
-            return True
-        return self.acceptance > self.price * (self.step.predict_ns(1) + self.target.slope_ns)
 
     def add_round(self, *, tokens: int, ns: float, is_plain: bool, num_active: int) -> None:
         """One request committed `tokens`, `ns` after its last ones."""

@@ -50,7 +50,10 @@ class Planner:
         return min(worth, self._shape.rows)
 
     def branch_reads(self, log_values: Sequence[float], *, left_ns: float) -> int:
-        """The same for a step that prepares outcomes; left_ns: until the real one is due."""
+        """The same for a step that prepares outcomes.
+
+        left_ns: until the real one is expected, negative where it is overdue.
+        """
         return min(len(log_values), self._shape.rows)
 
     def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
@@ -63,6 +66,26 @@ class Planner:
     def keep_looked_up(self, chain: Sequence[LookedUp]) -> list[LookedUp]:
         """The tokens of a looked-up chain that are worth verifying."""
         return list(chain)
+
+    def pays_to_wait(self, looked_up: Sequence[LookedUp]) -> bool:
+        """Whether to draft after a miss, while the target waits, with `backup=auto`.
+
+        looked_up: what can be proposed at once instead.
+        """
+        measures = self.measures
+        if not measures.is_known:
+            return True
+        chance, by_looking = 1.0, 0.0
+        for token in looked_up:
+            chance *= measures.look_up[token.matched].value
+            by_looking += max(chance - measures.price_of_row, 0.0)
+        chance, by_drafting = 1.0, 0.0
+        for _ in range(self._shape.depth):
+            chance *= measures.acceptance
+            by_drafting += max(
+                chance - measures.price * measures.step.predict_ns(1) - measures.price_of_row, 0.0
+            )
+        return by_drafting > by_looking
 
     def num_branches(self) -> int:
         """Outcomes to prepare in the coming round."""
@@ -121,12 +144,14 @@ class OnlinePlanner(Planner):
         if not self.measures.is_known:
             return super().branch_reads(log_values, left_ns=left_ns)
         measures = self.measures
+        steps_ns = [measures.step.predict_ns(1 + i) for i in range(min(len(log_values), self._shape.rows))]
+        late_ns = measures.delays.late_ns(steps_ns, left_ns=left_ns)
         best, best_rate, won = 0, 0.0, 0.0
-        for count, value in enumerate(log_values[: self._shape.rows], start=1):
+        for count, (value, step, late) in enumerate(
+            zip(log_values, steps_ns, late_ns, strict=False), start=1
+        ):
             won += math.exp(value) * measures.acceptance
-            step_ns = measures.step.predict_ns(count)
-            late_ns = max(step_ns - left_ns, 0.0)
-            rate = (won - measures.price * late_ns) / step_ns
+            rate = (won - measures.price * late) / step
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:

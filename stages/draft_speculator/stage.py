@@ -219,11 +219,17 @@ class DraftSpeculator(Stage):
             may_wait = self._planner.drafts_on()
         else:
             request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
-            is_auto = self._backup is Backup.auto
-            may_wait = self._measures.pays_to_wait if is_auto else self._backup is Backup.sequential
+            may_wait = self._may_draft(request)
         request.phase = Phase.DRAFTING
         request.steps_left = depth if may_wait else 0
         self._draft(request)
+
+    def _may_draft(self, request: DraftRequest) -> bool:
+        """Whether the draft computes although nothing is ready, and the target waits."""
+        if self._backup is not Backup.auto:
+            return self._backup is Backup.sequential
+        useful = self._useful_depth(request, request.tree.committed_len)
+        return self._planner.pays_to_wait(self._filler(request, useful))
 
     def _select(self, tree: DraftTree, *, depth: int) -> list[Entry]:
         return select(tree, tree.root, self._shape, depth=depth, valuation=self._planner.log_value)
@@ -436,7 +442,7 @@ class DraftSpeculator(Stage):
     def _grow_branches(self, request: DraftRequest) -> None:
         """Choose what the branches read next; rest when nothing worth reading is left."""
         tree = request.tree
-        left_ns = max(request.due_ns - time.monotonic_ns(), 0.0)
+        left_ns = request.due_ns - time.monotonic_ns()
         request.pending = grow(
             tree,
             request.branches,

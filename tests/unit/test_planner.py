@@ -10,7 +10,7 @@ import pytest
 from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.calibration import Calibration
 from stages.draft_speculator.growth import Entry, Shape
-from stages.draft_speculator.measures import Measures, Rate, Ratio
+from stages.draft_speculator.measures import Delays, Measures, Rate, Ratio
 from stages.draft_speculator.ngram_draft import LookedUp
 from stages.draft_speculator.planner import OnlinePlanner
 from stages.draft_speculator.time_model import TimeModel
@@ -168,10 +168,22 @@ def test_steps_that_the_target_waits_for_must_win_more_than_they_cost() -> None:
 
 def test_all_waiting_requests_count_in_the_price() -> None:
     measures = _measured(step=3.0)
-    assert measures.pays_to_wait
+    assert _planner(measures).pays_to_wait([])
     for _ in range(40):
         measures.add_round(tokens=2, ns=25 * MS, is_plain=False, num_active=8)
-    assert not measures.pays_to_wait
+    assert not _planner(measures).pays_to_wait([])
+
+
+def test_after_a_miss_the_draft_rests_where_looking_up_promises_more() -> None:
+    measures = _measured(step=5.0)
+    planner = _planner(measures)
+    chain = [LookedUp(token, 4) for token in (7, 8, 9)]
+    for _ in range(50):
+        measures.look_up[4].add(False)
+    assert planner.pays_to_wait(chain)
+    for _ in range(500):
+        measures.look_up[4].add(True)
+    assert not planner.pays_to_wait(chain)
 
 
 def test_no_branch_step_is_begun_that_keeps_the_target_waiting_for_little() -> None:
@@ -180,6 +192,25 @@ def test_no_branch_step_is_begun_that_keeps_the_target_waiting_for_little() -> N
     assert planner.branch_reads(unlikely, left_ns=10 * MS) > 0
     assert planner.branch_reads(unlikely, left_ns=0.0) == 0
     assert planner.branch_reads([math.log(0.9)], left_ns=0.0) == 1
+
+
+def test_an_overdue_outcome_is_expected_as_past_ones_came() -> None:
+    planner = _planner(_measured(step=3.0), rows=8, nodes=8)
+    unlikely = [math.log(0.05)] * 4
+    for delay in (-1.0, 0.0, 10.0, 12.0):
+        planner.measures.delays.add(delay * MS)
+    # One ms after it was expected only the late ones are possible, and there is time for a step; at 20 none.
+    assert planner.branch_reads(unlikely, left_ns=-1 * MS) > 0
+    assert planner.branch_reads(unlikely, left_ns=-20 * MS) == 0
+
+
+def test_how_late_a_step_ends_is_the_mean_over_past_delays() -> None:
+    delays = Delays()
+    assert delays.late_ns([3.0, 5.0], left_ns=4.0) == [0.0, 1.0]
+    for delay in (-2.0, 0.0, 2.0):
+        delays.add(delay)
+    assert delays.late_ns([3.0, 5.0], left_ns=4.0) == pytest.approx([1 / 3, 4 / 3])
+    assert delays.late_ns([3.0], left_ns=-2.0) == [3.0]
 
 
 def test_looked_up_tokens_are_kept_while_they_are_worth_a_row() -> None:
