@@ -12,6 +12,7 @@ siblings. Saguaro sampling with a small C leaves the residual to the F likeliest
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,8 @@ _UNKNOWN = math.log(1e-4)
 """Log-probability of a token that the draft did not name."""
 _LEAST = 1e-4
 """No outcome is held to be impossible."""
+_ROUNDS_KEPT = 2
+"""A request: an outcome may come after the candidates of the round that follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ class _Round:
 class DrawnOutcomes:
     """Plans rounds that were drawn by chance, learns from them, and says how the next is to be drawn."""
 
-    def __init__(self, speculation: SpeculationConfig) -> None:
+    def __init__(self, speculation: SpeculationConfig, *, max_requests: int = 1) -> None:
         self._policy = speculation.fan_out
         self._budget = speculation.budget
         self._c = active_saguaro_c(speculation)
@@ -94,8 +97,9 @@ class DrawnOutcomes:
         self._after_rejection = BonusLaw(saguaro_c=self._c)
         self._announced: dict[str, tuple[float, Saguaro]] = {}
         """Of each request, how its next proposal is drawn, and the acceptance that this follows from."""
-        self._rounds: dict[str, _Round] = {}
-        """The last planned round of each request, until its outcome comes."""
+        self._most_kept = _ROUNDS_KEPT * max_requests
+        self._rounds: deque[tuple[str, _Round]] = deque(maxlen=self._most_kept)
+        """The last rounds that began. Bounded, because candidates may come after the end of their request."""
 
     def announce(self, request_id: str, *, acceptance: float, power: float) -> list[int]:
         """F at each depth of the request's next proposal; empty without Saguaro sampling.
@@ -110,7 +114,10 @@ class DrawnOutcomes:
         by_depth = [0] * (max(self._full.depths) + 1)
         for count, depth in zip(counts, self._full.depths, strict=True):
             by_depth[depth] = max(by_depth[depth], count)
+        self._announced.pop(request_id, None)
         self._announced[request_id] = (acceptance, Saguaro(c=self._c, fan_outs=by_depth))
+        if len(self._announced) > self._most_kept:  # of a request that ended before its last candidates came
+            del self._announced[next(iter(self._announced))]
         return by_depth
 
     def announced_acceptance(self, request_id: str, default: float) -> float:
@@ -126,14 +133,14 @@ class DrawnOutcomes:
         """A round that was drawn: its outcome will be learned from."""
         announced = self._announced.get(request_id)
         saguaro = None if announced is None else announced[1]
-        self._rounds[request_id] = _Round(candidates=candidates, saguaro=saguaro)
+        self._rounds.append((request_id, _Round(candidates=candidates, saguaro=saguaro)))
 
     def likeliest(self, request_id: str, *, budget: int) -> list[tuple[int, int, float]]:
         """The likeliest outcomes (node, bonus token, log-probability) of a round that began, best first.
 
         budget: how many; the root is node -1.
         """
-        this = self._rounds[request_id]
+        this = next(one for known, one in reversed(self._rounds) if known == request_id)
         weights, is_tail, has_children = _leftovers(this)
         log_probs = np.where(
             has_children[:, None],
@@ -145,9 +152,10 @@ class DrawnOutcomes:
 
     def learn(self, outcome: Outcome) -> bool:
         """Learn from every try on the way, and from the bonus token. False where its round was not drawn."""
-        this = self._rounds.pop(outcome.request_id, None)
+        key = (outcome.request_id, outcome.round_id)
+        this = next((one for known, one in self._rounds if (known, one.candidates.round_id) == key), None)
         # A round that was planned too late, or not drawn, teaches nothing here.
-        if this is None or this.candidates.round_id != outcome.round_id:
+        if this is None:
             return False
         candidates = this.candidates
         below = _children(candidates)
@@ -172,7 +180,6 @@ class DrawnOutcomes:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._announced.pop(request_id, None)
-        self._rounds.pop(request_id, None)
 
     def _walk(self, candidates: RoundCandidates) -> tuple[list[float], list[float]]:
         """Log-probabilities of the root and each node: of being accepted, and of being the last accepted."""

@@ -42,7 +42,7 @@ class OutcomePredictor(Stage):
         """Across requests."""
         self._tau = TauEstimate()
         """Across requests, too: it belongs to the pair of models more than to a text."""
-        self._drawn = DrawnOutcomes(config.speculation)
+        self._drawn = DrawnOutcomes(config.speculation, max_requests=config.max_requests)
         self._statistics: dict[str, OutcomeStatistics] = {}
         """Of each request."""
         self._rounds: deque[tuple[str, RoundCandidates]] = deque(maxlen=_ROUNDS_KEPT * config.max_requests)

@@ -126,3 +126,26 @@ def test_an_outcome_of_another_round_teaches_nothing() -> None:
     drawn.begin("r", _chain(round_id=4))
     assert not drawn.learn(_outcome(accepted_node=-1, bonus_token=2, round_id=5))
     assert drawn.reach(_chain())[1] == pytest.approx(math.log(0.6))
+
+
+def test_an_outcome_may_come_after_the_candidates_of_the_next_round() -> None:
+    """As it does in a batch: the verifier tells the predictor last, when all proposals are there."""
+    early, late = _outcomes(), _outcomes()
+    for round_id in range(40):
+        early.begin("r", _chain(round_id))
+        assert early.learn(_outcome(accepted_node=-1, bonus_token=2, round_id=round_id))
+        late.begin("r", _chain(round_id))
+        if round_id:
+            assert late.learn(_outcome(accepted_node=-1, bonus_token=2, round_id=round_id - 1))
+    learned = [math.exp(drawn.reach(_chain())[1]) for drawn in (early, late)]
+    assert max(learned) < 0.1
+
+
+def test_nothing_grows_with_requests_that_end_before_their_last_candidates_come() -> None:
+    drawn = _outcomes(c=0.5)
+    for number in range(50):
+        name = f"request {number}"
+        drawn.forget(name)
+        drawn.begin(name, _chain())
+        drawn.announce(name, acceptance=0.5, power=1.0)
+    assert len(drawn._rounds) + len(drawn._announced) <= 4
