@@ -110,18 +110,24 @@ def test_tokens_after_hit_miss_and_backup_follow_the_targets_law(options: dict[s
                 _check(committed[members], target_law[last])
 
 
-def test_the_bound_would_notice_one_seed_used_for_acceptance_and_bonus() -> None:
-    """The fault that an engine shipped: the check must be able to fail."""
-    law = sampling_law(_table(1), temperature=1.0)[4]
+def test_the_bound_notices_noise_that_proposes_and_accepts() -> None:
+    """The fault that an engine shipped: the rejection rule with the noise of the coupled one.
+
+    A token that won the draw has a large g, so its uniform exp(-exp(-g)) is not one for acceptance any more.
+    """
+    target = sampling_law(_table(1), temperature=1.0)[4]
+    draft = sampling_law(_table(2), temperature=1.0)[4]
+    probs, draft_probs = target.softmax(-1), draft.softmax(-1)
     ids = torch.arange(VOCAB_SIZE)
-    noise = gumbel_noise_for_seeds(torch.arange(NUM_SEEDS), 20, ids)
-    favourite = law.argmax()
-    choice = choose_coupled(law.expand(NUM_SEEDS, -1) + noise)
-    # Accept the favourite with its probability, else draw from the whole law again with the same noise.
-    accepts = torch.rand(NUM_SEEDS, generator=torch.Generator().manual_seed(0)) < 0.05
-    skewed = torch.where(accepts, favourite, choice)
+    noise, bonus_noise = (gumbel_noise_for_seeds(torch.arange(NUM_SEEDS), p, ids) for p in (20, 21))
+    proposed = choose_coupled(draft.expand(NUM_SEEDS, -1) + noise)
+    bonus = choose_coupled((probs - draft_probs).clamp(min=0).log() + bonus_noise)
+    ratio = (probs / draft_probs)[proposed]
+    fresh = torch.rand(NUM_SEEDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _check(torch.where(fresh < ratio, proposed, bonus), target)
+    shared = torch.exp(-torch.exp(-noise.gather(1, proposed[:, None])[:, 0]))
     with pytest.raises(AssertionError, match="total variation"):
-        _check(skewed, law)
+        _check(torch.where(shared < ratio, proposed, bonus), target)
 
 
 def test_positions_seeds_and_tokens_draw_independent_noise() -> None:
