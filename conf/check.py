@@ -39,7 +39,7 @@ def check(config: RunConfig, *, available_cores: int | None = None) -> None:
     _check_placement(config.placement, available_cores)
     _check_speculation(config.speculation)
     _check_rejection(config)
-    _check_saguaro(config.speculation)
+    _check_saguaro(config)
     _check_tree(config.speculation)
     _check_draft(config.speculation)
     check_emulated(config)
@@ -131,7 +131,8 @@ def _check_rejection(config: RunConfig) -> None:
         )
 
 
-def _check_saguaro(speculation: SpeculationConfig) -> None:
+def _check_saguaro(config: RunConfig) -> None:
+    speculation = config.speculation
     c = speculation.saguaro_c
     if c is None:
         return
@@ -147,6 +148,14 @@ def _check_saguaro(speculation: SpeculationConfig) -> None:
             f"speculation.saguaro_c={c}: expected a chain or speculation.tree.widths beside it, and the run "
             f"has speculation.tree.nodes={speculation.tree.nodes}, where nothing is drawn; give "
             "speculation.tree.widths=[2,2,1] or leave the key out"
+        )
+    kind = speculation.draft.kind
+    is_look_up = kind is DraftKind.ngram or (kind is DraftKind.auto and config.model.path is not None)
+    if is_look_up or kind is DraftKind.none:
+        what = "proposes what look-up finds" if is_look_up else "has no draft"
+        raise ConfigError(
+            f"speculation.saguaro_c={c}: expected a draft with a law to draw from, and the run {what}; give "
+            "speculation.draft.path=ID|FOLDER|FILE.gguf or leave the key out"
         )
 
 

@@ -164,6 +164,22 @@ def test_keys_that_need_one_another_are_refused_alone(arguments, expected):
             ["conf=saguaro_tree", "speculation.verification=rejection", "speculation.saguaro_c=0.5"],
             "saguaro_c=0.5: expected a chain or speculation.tree.widths beside it",
         ),
+        (
+            [
+                "speculation.verification=rejection",
+                "speculation.saguaro_c=0.5",
+                "speculation.draft.kind=ngram",
+            ],
+            "expected a draft with a law to draw from, and the run proposes what look-up finds",
+        ),
+        (
+            ["speculation.verification=rejection", "speculation.saguaro_c=0.5", "model.path=x"],
+            "the run proposes what look-up finds; give speculation.draft.path=",
+        ),
+        (
+            ["conf=autoregressive", "speculation.verification=rejection", "speculation.saguaro_c=0.5"],
+            "saguaro_c=0.5: expected a draft with a law to draw from, and the run has no draft",
+        ),
     ],
 )
 def test_saguaro_sampling_is_refused_where_nothing_is_drawn(arguments, expected):
