@@ -88,7 +88,6 @@ class DrawnOutcomes:
 
     def __init__(self, speculation: SpeculationConfig, *, max_requests: int = 1) -> None:
         self._policy = speculation.fan_out
-        self._budget = speculation.budget
         self._c = active_saguaro_c(speculation)
         parents = parents_of_widths(speculation.tree.widths or [1] * speculation.depth)
         self._full = Nodes.tree(parents, [0.0] * (len(parents) + 1))
@@ -101,16 +100,17 @@ class DrawnOutcomes:
         self._rounds: deque[tuple[str, _Round]] = deque(maxlen=self._most_kept)
         """The last rounds that began. Bounded, because candidates may come after the end of their request."""
 
-    def announce(self, request_id: str, *, acceptance: float, power: float) -> list[int]:
+    def announce(self, request_id: str, *, budget: int, acceptance: float, power: float) -> list[int]:
         """F at each depth of the request's next proposal; empty without Saguaro sampling.
 
+        budget: outcomes that are prepared now, which is the best guess for the next round.
         A policy that shares the budget by depth uses these shares in the next round; `calibrated`, which
         knows its shares only once the tokens are drawn, has those of `geometric`.
         """
         if self._c is None:
             return []
         policy = FanOut.geometric if self._policy is FanOut.calibrated else self._policy
-        counts = fan_outs(policy, self._full, budget=self._budget, acceptance=acceptance, power=power)
+        counts = fan_outs(policy, self._full, budget=budget, acceptance=acceptance, power=power)
         by_depth = [0] * (max(self._full.depths) + 1)
         for count, depth in zip(counts, self._full.depths, strict=True):
             by_depth[depth] = max(by_depth[depth], count)

@@ -124,6 +124,7 @@ class OutcomePredictor(Stage):
                 log_probs=[log_prob for _, _, log_prob in outcomes],
                 next_fan_outs=self._drawn.announce(
                     message.request_id,
+                    budget=budget,
                     acceptance=statistics.acceptance.value,
                     power=statistics.power_law.power,
                 ),

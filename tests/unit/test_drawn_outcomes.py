@@ -100,7 +100,8 @@ def test_outcomes_that_keep_coming_become_likelier() -> None:
 
 def test_a_small_c_puts_the_residual_on_the_top_tokens() -> None:
     drawn = _outcomes(c=0.0, budget=6)
-    assert drawn.announce("r", acceptance=0.5, power=1.0) == [2, 2, 2]
+    assert drawn.announce("r", budget=3, acceptance=0.5, power=1.0) == [1, 1, 1]
+    assert drawn.announce("r", budget=6, acceptance=0.5, power=1.0) == [2, 2, 2]
     drawn.begin("r", _chain())
     outcomes = {(node, token): math.exp(p) for node, token, p in drawn.likeliest("r", budget=99)}
     # After the root token 0 is tried, so of the top two only token 1 can be left; after the leaf nothing is.
@@ -111,14 +112,14 @@ def test_a_small_c_puts_the_residual_on_the_top_tokens() -> None:
 def test_shares_of_a_round_follow_from_what_was_announced_for_it() -> None:
     drawn = _outcomes(c=0.5)
     assert drawn.announced_acceptance("r", 0.3) == 0.3
-    drawn.announce("r", acceptance=0.7, power=1.0)
+    drawn.announce("r", budget=6, acceptance=0.7, power=1.0)
     assert drawn.announced_acceptance("r", 0.3) == 0.7
     drawn.forget("r")
     assert drawn.announced_acceptance("r", 0.3) == 0.3
 
 
 def test_nothing_is_announced_without_saguaro_sampling() -> None:
-    assert _outcomes().announce("r", acceptance=0.7, power=1.0) == []
+    assert _outcomes().announce("r", budget=6, acceptance=0.7, power=1.0) == []
 
 
 def test_an_outcome_of_another_round_teaches_nothing() -> None:
@@ -147,5 +148,5 @@ def test_nothing_grows_with_requests_that_end_before_their_last_candidates_come(
         name = f"request {number}"
         drawn.forget(name)
         drawn.begin(name, _chain())
-        drawn.announce(name, acceptance=0.5, power=1.0)
+        drawn.announce(name, budget=6, acceptance=0.5, power=1.0)
     assert len(drawn._rounds) + len(drawn._announced) <= 4
