@@ -19,7 +19,7 @@ from torch import Tensor
 import stages.draft_speculator.drawn_tokens as drawing
 import stages.target_verifier.rejection as judgement
 from conf.schema import Backup, FanOut, PlanMode, RunConfig, TreeConfig, Verification
-from kernels.rejection import choose_child, draw_children
+from kernels.rejection import choose_child, draw_children, saguaro_law
 from kernels.sampling import sampling_law
 from pipeline.messages import Committed, ProposalSource, Sampling
 from stages.draft_speculator.draft_source import DraftSource, Drawing
@@ -270,6 +270,20 @@ def test_a_planted_fault_is_noticed(
 ) -> None:
     monkeypatch.setattr(where, name, fault)
     assert min(_groups(system, num_requests=2 * NUM_REQUESTS).values()) < FALSE_ALARM
+
+
+def test_the_draft_draws_with_the_announced_fan_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Saguaro sampling would be off, and no law would tell. A budget of 6 is 2 at each of 3 depths."""
+    used: list[int] = []
+
+    def recorded(law: Tensor, fan_outs: Sequence[int], c: float) -> Tensor:
+        used.extend(fan_outs)
+        return saguaro_law(law, fan_outs, c)
+
+    monkeypatch.setattr(drawing, "saguaro_law", recorded)
+    SYSTEMS["ssd, C = 0"].run(num_requests=1)
+    assert len(used) > MAX_TOKENS
+    assert set(used) == {2}
 
 
 @pytest.mark.parametrize("name", ["ssd, look-up after a miss", "tree with ssd"])

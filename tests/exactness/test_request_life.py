@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conf.schema import FanOut
+from conf.schema import FanOut, RunConfig, TreeConfig
 from pipeline.errors import EngineDead
 from pipeline.messages import (
     CancelRequest,
@@ -52,7 +52,7 @@ def _greedy(max_tokens: int = 24) -> Sampling:
     return Sampling(max_tokens=max_tokens, seed=0)
 
 
-def _ssd(**kwargs: int) -> object:
+def _ssd(**kwargs: int) -> RunConfig:
     config = make_config(prepare_outcomes=True, **kwargs)  # type: ignore[arg-type]
     config.speculation.fan_out = FanOut.geometric
     return config
@@ -117,6 +117,19 @@ def test_an_oracle_that_is_never_late_hits_every_round_between() -> None:
     # In one thread the prefill and its outcome come in one slice, before the draft can prepare; and in
     # the last round no further token could be proposed, so nothing was worth preparing.
     assert sources[1:-1] == [ProposalSource.HIT] * (len(sources) - 2)
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_an_oracle_in_a_tree_is_accepted_down_to_a_leaf(prepare: bool) -> None:
+    """So the draft reads every node with its own ancestors, and finds their KV where an outcome moved it."""
+    target = tiny_target()
+    config = _ssd(budget=12, page_size=4) if prepare else make_config(page_size=4)
+    config.speculation.tree = TreeConfig(widths=[2, 2, 2])
+    pipeline = TinyPipeline(config, target, draft_by_name("oracle", target, page_size=4))
+    pipeline.generate(PROMPT, Sampling(max_tokens=41, temperature=1.0, seed=11))
+    blocks = [block for block in pipeline.recorder.committed if block.round_id > 0]
+    assert [block.num_accepted for block in blocks[:-1]] == [3] * (len(blocks) - 1)
+    assert not prepare or sum(block.source is ProposalSource.HIT for block in blocks) > len(blocks) / 2
 
 
 @pytest.mark.parametrize("order_seed", range(12))
