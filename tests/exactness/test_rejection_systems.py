@@ -23,8 +23,10 @@ from kernels.rejection import choose_child, draw_children, saguaro_law
 from kernels.sampling import sampling_law
 from pipeline.messages import Committed, ProposalSource, Sampling
 from stages.draft_speculator.draft_source import DraftSource, Drawing
+from stages.draft_speculator.growth import Entry
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
+from stages.draft_speculator.planner import Planner
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.runner import ModelRunner
 from stages.model.shape import parse_shape
@@ -284,6 +286,19 @@ def test_the_draft_draws_with_the_announced_fan_out(monkeypatch: pytest.MonkeyPa
     SYSTEMS["ssd, C = 0"].run(num_requests=1)
     assert len(used) > MAX_TOKENS
     assert set(used) == {2}
+
+
+class _Trimmer(Planner):
+    """Would leave out what is unlikely, and with it change the law of what was drawn."""
+
+    def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
+        raise AssertionError("the planner was asked which drawn tokens to keep")
+
+
+@pytest.mark.parametrize("name", ["chain", "tree with ssd"])
+def test_no_drawn_token_is_left_out_by_its_value(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _Trimmer)
+    assert SYSTEMS[name].run(num_requests=1)
 
 
 @pytest.mark.parametrize("name", ["ssd, look-up after a miss", "tree with ssd"])
