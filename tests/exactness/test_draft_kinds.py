@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,10 +30,10 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyFolder, Path]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFolder, Path]:
     """A target, and another model with its vocabulary."""
     root = tmp_path_factory.mktemp("models")
-    yield save_tiny_folder(root / "target"), save_tiny_folder(root / "draft", seed=2).folder
+    return save_tiny_folder(root / "target"), save_tiny_folder(root / "draft", seed=2).folder
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
