@@ -209,7 +209,8 @@ class SpeculationConfig:
     depth: int = 4
     """K: tokens in a drafted chain."""
     min_path_prob: float = 0.0
-    """While the target waits, the draft reads on only below nodes whose path it gives this probability."""
+    """While the target waits, the draft reads on only below nodes whose path it gives this probability. With
+    plan=auto only until the planner has measured enough to weigh each step itself."""
     budget: int = 16
     """B: outcomes prepared per round and request."""
     fan_out: FanOut = FanOut.uniform

@@ -37,6 +37,7 @@ from stages.draft_speculator.draft_laws import LawWriter, candidates_of, fan_out
 from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree
+from stages.draft_speculator.drawn_tokens import DrawnTokens
 from stages.draft_speculator.fillers import hang, random_tokens
 from stages.draft_speculator.growth import Anchor, Entry, Shape, grow, select, settle
 from stages.draft_speculator.learning import learn
@@ -351,7 +352,7 @@ class DraftSpeculator(Stage):
         if selection is None:
             selection = self._select(tree, depth=useful)
         # A drawn token stays: its law would be another one if it stayed only where it is likely.
-        if self._laws is None:
+        if not isinstance(tree.next_tokens[tree.root], DrawnTokens):
             others = sum(1 + len(r.tree.proposal) for r in self._requests.values() if r is not request)
             selection = self._planner.keep(selection, other_rows=others)
         self._propose(request, selection)
