@@ -19,14 +19,16 @@ def sampling_law(
 ) -> Tensor:
     """Unnormalised log-probabilities of the law that tokens are drawn from.
 
-    logits: [T, V] float32 or float64, as the model gave them; not changed.
+    logits: [T, V] float32 or float64, as the model gave them, or -inf for excluded tokens; not changed. A row
+    of nothing else stays one.
     Returns [T, V] of the same dtype; the likeliest token of a row is 0, excluded tokens are -inf. At
     temperature 0 only the order matters, so the logits themselves are returned.
     """
     if temperature == 0.0:
         return logits
     # Subtract the maximum first: at tiny temperatures the quotient then goes to -inf, never to NaN.
-    law = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+    largest = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    law = (logits - largest).div_(temperature)
     vocab_size = law.shape[-1]
     if 0 < top_k < vocab_size:
         kth = law.topk(top_k, dim=-1).values[:, -1:]

@@ -86,7 +86,8 @@ class Drawer:
     ) -> list[DrawnTokens]:
         """What may follow the nodes. law: [nodes, V] log weights. fan_outs: F of each node, or nothing."""
         self.note_committed(tree)
-        log_law = law.log_softmax(dim=-1)
+        # A row without any allowed token in the draft's head has no law: nothing is drawn from it.
+        log_law = law.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self._saguaro_c is not None and fan_outs:
             weights = saguaro_law(log_law, fan_outs, self._saguaro_c).softmax(dim=-1)
         else:

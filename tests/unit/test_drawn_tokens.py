@@ -155,3 +155,12 @@ def test_a_pool_that_nobody_exports_is_refused() -> None:
 def test_what_is_not_known_has_no_candidates() -> None:
     assert candidates_of(None, 4) == []
     assert isinstance(_drawer().next_tokens(DraftTree([1]), [0], LAW, [])[0], DrawnTokens)
+
+
+@pytest.mark.parametrize("c", [None, 0.5])
+def test_nothing_is_drawn_where_no_token_is_allowed(c: float | None) -> None:
+    tree = DraftTree([1, 2, 3])
+    law = torch.full((1, 4), -torch.inf, dtype=torch.float64)
+    (drawn,) = _drawer(c=c).next_tokens(tree, [tree.root], law, [] if c is None else [2])
+    assert drawn.ranked(3) == []
+    assert drawn.candidates(3) == []

@@ -104,3 +104,12 @@ def test_noise_of_a_token_does_not_depend_on_the_ids_beside_it() -> None:
     full = gumbel_noise(3, 4, torch.arange(1000))
     some = torch.tensor([999, 0, 500])
     assert torch.equal(gumbel_noise(3, 4, some), full[some])
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}])
+def test_a_row_without_any_allowed_token_stays_one(options: dict[str, float]) -> None:
+    """A draft's reduced head may have none of the tokens that a grammar allows. Other rows are as ever."""
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-torch.inf] * 3], dtype=torch.float64)
+    law = sampling_law(logits, temperature=0.7, **options)
+    assert law[1].tolist() == [-torch.inf] * 3
+    assert torch.equal(law[:1], sampling_law(logits[:1], temperature=0.7, **options))
