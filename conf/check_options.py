@@ -5,6 +5,8 @@ Whether a token id exists, only the model's vocabulary tells: the verifier says 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from conf.errors import ConfigError, shown
 from conf.limits import (
     MAX_ADDITIVE_PENALTY,
@@ -18,6 +20,7 @@ from conf.limits import (
     MAX_WHOLE_NUMBER,
 )
 from conf.schema import RunConfig
+from conf.structured import fault_of_structured
 
 
 def check_options(config: RunConfig) -> None:
@@ -40,6 +43,9 @@ def check_options(config: RunConfig) -> None:
             f"logprobs={config.logprobs}: expected 0 to {MAX_LOGPROBS}; 0 reports the chosen token alone, "
             "null nothing"
         )
+    fault = fault_of_structured(**asdict(config.structured_outputs))
+    if fault is not None:
+        raise ConfigError(f"structured_outputs.{fault}" if ":" in fault else f"structured_outputs: {fault}")
     if not 1 <= config.n <= MAX_SAMPLES:
         raise ConfigError(f"n={config.n}: expected 1 to {MAX_SAMPLES} samples of each prompt")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from conf.errors import ConfigError, shown
 from conf.keys import GROUPS, all_keys
-from conf.option_values import logit_bias, stop_strings
+from conf.option_values import choices, logit_bias, stop_strings
 from conf.schema import DraftKind, RunConfig
 from conf.schema_file import compose_schema, parse_arguments
 
@@ -23,6 +23,9 @@ _FOLDER = Path(__file__).resolve().parent
 
 _PATH_KEYS = ("model.path", "speculation.draft.path")
 """Keys whose value is taken as it stands: a path may hold what Hydra's grammar gives a meaning to."""
+_GRAMMARS = "structured_outputs."
+_GRAMMAR_KEYS = tuple(_GRAMMARS + name for name in ("json", "regex", "grammar", "choice"))
+"""As much as paths."""
 
 
 def compose(arguments: Sequence[str] = ()) -> RunConfig:
@@ -39,6 +42,7 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
     _check_names(given)
     paths = {key: given.pop(key) for key in _PATH_KEYS if key in given}
     stop, bias = given.pop("stop", None), given.pop("logit_bias", None)
+    grammars = {key: given.pop(key) for key in _GRAMMAR_KEYS if key in given}
     if "model.path" in paths:
         _choose_custom_model(given)
     config = compose_schema(RunConfig, folder=_FOLDER, file="config", given=given)
@@ -47,6 +51,10 @@ def compose(arguments: Sequence[str] = ()) -> RunConfig:
         config.stop = stop_strings(stop)
     if bias is not None:
         config.logit_bias = logit_bias(bias)
+    for key, value in grammars.items():
+        name = key.removeprefix(_GRAMMARS)
+        text = None if value == "null" else value
+        setattr(config.structured_outputs, name, choices(value) if name == "choice" else text)
     _settle_draft(config, given={*given, *paths})
     if "speculation.tree.widths" in given and "speculation.tree.nodes" not in given:
         config.speculation.tree.nodes = None  # the named run's own shape makes way

@@ -28,3 +28,6 @@ MAX_STOP_STRING = 4096
 MAX_STOP_IDS = 4096
 MAX_SAMPLES = 1024
 """Of one prompt."""
+MAX_GRAMMAR = 1 << 17
+"""Characters of a schema, regular expression or grammar, and of each choice."""
+MAX_CHOICES = 4096

@@ -231,6 +231,24 @@ class SpeculationConfig:
 
 
 @dataclass
+class StructuredOutputsConfig:
+    """What every answer must be, with vLLM's names: at most one of the first five. Needs llguidance."""
+
+    json: str | None = None
+    """A JSON value of this schema, which is JSON text itself."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """All of the text matches this (syntax of Rust's regex crate, no look-around)."""
+    choice: list[str] = field(default_factory=list)
+    """One of these texts: a JSON list such as ["yes", "no"]."""
+    grammar: str | None = None
+    """A text of this grammar, in Lark's or GBNF notation."""
+    disable_any_whitespace: bool = False
+    """Of JSON: no free whitespace between its parts."""
+
+
+@dataclass
 class RunConfig:
     """Everything a run needs, after composition. The prompts are not part of it."""
 
@@ -273,6 +291,7 @@ class RunConfig:
     law: before bias, penalties, temperature and filters. At most 20."""
     echo: bool = False
     """Put the text of the prompt before the answer."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     chat: bool | None = None
     """Apply the model's chat template. None: if the model has one."""
     max_requests: int = 1

@@ -8,8 +8,8 @@
             print(block.text, end="", flush=True)
 
 A text is a raw prompt; a list of turns is a conversation, which goes through the model's chat template.
-Options are the fields of `pipeline.messages.Sampling`; those left out are as the engine was started with. A
-stream has one `TextBlock` for each committed block of tokens.
+Options are the fields of `pipeline.messages.Sampling`, and `response_format` as in the OpenAI API; those left
+out are as the engine was started with. A stream has one `TextBlock` for each committed block of tokens.
 
 When the engine ends, requests in flight raise `EngineDead`; the next request connects again, to whatever
 engine serves at the address by then. A client that is closed, a stream that is left, a request that times

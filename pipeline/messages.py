@@ -31,6 +31,8 @@ from msgspec import Meta
 
 from conf.limits import (
     MAX_ADDITIVE_PENALTY,
+    MAX_CHOICES,
+    MAX_GRAMMAR,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
@@ -61,6 +63,26 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 _TokenId = Annotated[int, Meta(ge=0, le=MAX_WHOLE_NUMBER)]
 _AdditivePenalty = Annotated[float, Meta(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
+
+
+_GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of an answer must be, with vLLM's names. Exactly one of the first five is given."""
+
+    json: _GrammarText | None = None
+    """A JSON value of this schema, which is JSON text itself."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: _GrammarText | None = None
+    """All of it matches this, in the syntax of Rust's `regex` crate, without look-around."""
+    choice: Annotated[list[_GrammarText], Meta(max_length=MAX_CHOICES)] = []
+    """One of these texts."""
+    grammar: _GrammarText | None = None
+    """A text of this grammar, in the notation of Lark (rule `start`) or GBNF (rule `root`)."""
+    disable_any_whitespace: bool = False
+    """Of JSON: write it in one way, without free whitespace between its parts."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +128,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     before bias, penalties, temperature and filters. None reports nothing."""
     echo: bool = False
     """Return the text of the prompt before the answer."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must be. Tokens that lead away from it are excluded before everything else."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -399,6 +423,8 @@ class Committed(Message, frozen=True, kw_only=True):
     """The stop string or the id out of `Sampling.stop_token_ids` that ended the request, if one did."""
     num_cut_characters: int = 0
     """Characters that a stop string takes off the end of the text, itself included."""
+    failure: str | None = None
+    """Why the request fails here, which then has neither tokens nor a finish reason."""
 
 
 # --- to the frontend ----------------------------------------------------------------------------------

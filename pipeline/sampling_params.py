@@ -15,6 +15,8 @@ _INSTEAD = {
     "use_beam_search": "there is no beam search; temperature=0 is greedy",
     "max_new_tokens": "the name is max_tokens",
     "do_sample": "temperature=0 is greedy, more than 0 samples",
+    "guided_decoding": "the name is structured_outputs",
+    "guided_json": "the name is structured_outputs={'json': ...}",
 }
 """What to do where a name is another engine's."""
 

@@ -21,6 +21,7 @@ from pipeline.messages import (
     Committed,
     DetokenizerMessage,
     FinishReason,
+    RequestFailed,
     RequestFinished,
     RequestMetrics,
     StageName,
@@ -46,7 +47,8 @@ class _OpenRequest:
 
 
 class DetokenizerStage(Stage):
-    """Turns each `Committed` into a `TextBlock`, and the last of a request also into `RequestFinished`."""
+    """Turns each `Committed` into a `TextBlock`, and the last of a request into `RequestFinished` too, or
+    into `RequestFailed` alone."""
 
     accepts = DetokenizerMessage
 
@@ -82,6 +84,11 @@ class DetokenizerStage(Stage):
             self._outbox.send(StageName.FRONTEND, echo)
 
     def _take_block(self, message: Committed) -> None:
+        if message.failure is not None:
+            self._open_requests.pop(message.request_id, None)
+            failed = RequestFailed(request_id=message.request_id, reason=message.failure)
+            self._outbox.send(StageName.FRONTEND, failed)
+            return
         request = self._open_request(message)
         text = self._decode(request, message)
         request.pieces.append(text)

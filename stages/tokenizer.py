@@ -4,7 +4,8 @@ A raw prompt gets the special tokens that the model's tokenizer adds (such as a 
 goes through the model's chat template, which writes its own. Text that spells a special token, such as
 `<|im_end|>`, becomes that token in both, exactly as transformers has it: prompts are trusted.
 
-It knows nothing of models, sampling or lengths: whether a prompt is too long is for the verifier to say.
+It knows nothing of models, sampling or lengths: whether a prompt is too long is for the verifier to say. A
+grammar that cannot be compiled is refused here, before the target sees it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pipeline.messages import (
 from pipeline.stage import Outbox, Stage, StageContext
 from pipeline.tokenizer_settings import read_tokenizer_settings
 from stages.chat_template import ChatTemplate
+from stages.grammar import GrammarChecker
 from stages.vocabulary import load_tokenizer
 
 
@@ -39,6 +41,7 @@ class TokenizerStage(Stage):
         """folder: local folder of the target model."""
         self._outbox = outbox
         self._folder = folder
+        self._grammars = GrammarChecker(folder)
         self._encoder: PromptEncoder | None = None
 
     def setup(self) -> None:
@@ -57,6 +60,9 @@ class TokenizerStage(Stage):
     def _tokenize(self, request: SubmitRequest) -> None:
         assert self._encoder is not None, "setup comes before the first message"
         try:
+            if request.sampling.structured_outputs is not None:
+                # Here, because what is broken must not cost the target's time, where others wait for it.
+                self._grammars.check(request.sampling.structured_outputs)
             text = self._encoder.text_of_request(prompt=request.prompt, chat=request.chat)
             token_ids = self._encoder.encode_text(text, is_chat=request.chat is not None)
         except RequestError as error:

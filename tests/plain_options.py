@@ -58,10 +58,23 @@ def edited_logits(
 
 
 def final_law(
-    logits: torch.Tensor, *, prompt: Sequence[int], output: Sequence[int], sampling: Sampling, eos: int
+    logits: torch.Tensor,
+    *,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: Sampling,
+    eos: int,
+    allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log law [V] up to a constant: temperature and filters applied as well."""
+    """Log law [V] up to a constant: temperature and filters applied as well.
+
+    allowed: [V] bool, by a grammar; it wins over bans that leave nothing of it.
+    """
     scores = edited_logits(logits, prompt=prompt, output=output, sampling=sampling, eos=eos)
+    if allowed is not None:
+        if not bool((scores[allowed] > -torch.inf).any()):
+            scores = logits
+        scores = scores.masked_fill(~allowed, -torch.inf)
     if sampling.temperature == 0:
         return scores
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
@@ -81,14 +94,25 @@ def plain_answer(
     *,
     eos: int,
     decode: Callable[[list[int]], str] | None = None,
+    allowed: Callable[[Sequence[int]], torch.Tensor] | None = None,
 ) -> PlainAnswer:
-    """One token after the other. decode: ids to text, where there are stop strings."""
+    """One token after the other. decode: ids to text, where there are stop strings.
+
+    allowed: from output to the tokens that may follow, [V] bool.
+    """
     output: list[int] = []
     num_free = 0
     """Characters in which no stop string may end: those of the first `min_tokens` tokens."""
     while True:
         tokens = [*prompt, *output]
-        law = final_law(logits(tokens), prompt=prompt, output=output, sampling=sampling, eos=eos)
+        law = final_law(
+            logits(tokens),
+            prompt=prompt,
+            output=output,
+            sampling=sampling,
+            eos=eos,
+            allowed=None if allowed is None else allowed(output),
+        )
         if sampling.temperature > 0:
             noise = gumbel_noise(sampling.seed, len(tokens), torch.arange(len(law)))
             law = law + noise.to(law.dtype)

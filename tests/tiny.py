@@ -26,6 +26,7 @@ from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import Continuations, NgramDraft
 from stages.draft_speculator.stage import DraftSpeculator
+from stages.grammar import GrammarCompiler
 from stages.incremental_text import TextDecoder
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.runner import ModelRunner
@@ -153,17 +154,25 @@ class ScriptedDraft(DraftSource):
 
 
 def draft_by_name(
-    name: str, target: LoadedModel, *, page_size: int = 16, drawing: Drawing = Drawing.COUPLED
+    name: str,
+    target: LoadedModel,
+    *,
+    page_size: int = 16,
+    drawing: Drawing = Drawing.COUPLED,
+    grammars: GrammarCompiler | None = None,
 ) -> DraftSource:
     """oracle: the target itself. anti: never right. noisy: often right. scripted: blind. ngram: look-up."""
     vocab_size = target.shape.vocab_size
-    if name == "oracle":
-        return ModelDraft(tiny_runner(target, page_size=page_size), vocab_size=vocab_size, drawing=drawing)
-    if name == "noisy":
-        draft = mixed_model(target, share=0.25)
-        return ModelDraft(tiny_runner(draft, page_size=page_size), vocab_size=vocab_size, drawing=drawing)
+    if name in ("oracle", "noisy"):
+        draft = target if name == "oracle" else mixed_model(target, share=0.25)
+        return ModelDraft(
+            tiny_runner(draft, page_size=page_size),
+            vocab_size=vocab_size,
+            drawing=drawing,
+            grammars=grammars,
+        )
     if name == "ngram":
-        return NgramDraft(is_coupled=drawing is Drawing.COUPLED)
+        return NgramDraft(is_coupled=drawing is Drawing.COUPLED, grammars=grammars)
     if name == "scripted":
         return ScriptedDraft(lambda path: [(sum(path) * 7 + rank) % vocab_size for rank in range(6)])
     assert name == "anti"
@@ -261,10 +270,11 @@ class TinyPipeline:
         order_seed: int | None = None,
         target_is_slow: bool = True,
         text_decoder: TextDecoder | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """target_is_slow: the draft side gets all its work done before the target verifies; else the target
         verifies as soon as it can. order_seed: anything in between, drawn at random.
-        text_decoder: what requests with stop strings need.
+        text_decoder, grammars: what requests with stop strings and with structured outputs need.
         """
         self.recorder = Recorder()
         stages: dict[StageName, Callable[[StageContext], Stage]] = {
@@ -275,7 +285,11 @@ class TinyPipeline:
         if config.speculation.prepare_outcomes:
             stages[StageName.PREDICTOR] = lambda context: OutcomePredictor(config, context)
         # The runtime offers work in this order.
-        verifier = {StageName.VERIFIER: lambda context: TargetVerifier(config, context, target, text_decoder)}
+        verifier = {
+            StageName.VERIFIER: lambda context: TargetVerifier(
+                config, context, target, text_decoder, grammars
+            )
+        }
         stages = {**stages, **verifier} if target_is_slow else {**verifier, **stages}
         self.runtime = InProcess(stages, msgspec.msgpack.encode(config), order_seed=order_seed)
 

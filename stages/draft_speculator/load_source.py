@@ -15,6 +15,7 @@ from stages.draft_speculator.draft_source import DraftSource, Drawing
 from stages.draft_speculator.emulated_draft import EmulatedDraft
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.ngram_draft import NgramDraft
+from stages.grammar import GrammarCompiler
 from stages.model.draft_card import is_draft_folder
 from stages.model.draft_folder import load_draft_folder
 from stages.model.runner import ModelRunner
@@ -29,8 +30,10 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     max_nodes: uncommitted nodes of one request's tree. num_ranked: see `ModelDraft`.
     """
     draft = config.speculation.draft
+    grammars = GrammarCompiler.of_model(config.model.path)
+    grammars.prepare()
     if draft.kind is DraftKind.ngram:
-        return NgramDraft(is_coupled=Drawing.of(config.speculation) is Drawing.COUPLED)
+        return NgramDraft(is_coupled=Drawing.of(config.speculation) is Drawing.COUPLED, grammars=grammars)
     if config.model.is_emulated:
         return EmulatedDraft(config, max_nodes=max_nodes, num_ranked=num_ranked)
     if config.model.path is None:
@@ -41,7 +44,9 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
             raise ConfigError("speculation.draft.path is missing: draft.kind=model needs it")
         path = Path(draft.path)
         if is_draft_folder(path):
-            return _distilled_source(config, target_path, path, max_nodes=max_nodes, num_ranked=num_ranked)
+            return _distilled_source(
+                config, target_path, path, max_nodes=max_nodes, num_ranked=num_ranked, grammars=grammars
+            )
         with _naming_the_draft():
             check_same_vocabulary(target_path, path)
     target_shape = read_shape(target_path)
@@ -63,11 +68,18 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
         num_ranked=num_ranked,
         drawing=Drawing.of(config.speculation),
         saguaro_c=active_saguaro_c(config.speculation),
+        grammars=grammars,
     )
 
 
 def _distilled_source(
-    config: RunConfig, target_path: Path, path: Path, *, max_nodes: int, num_ranked: int
+    config: RunConfig,
+    target_path: Path,
+    path: Path,
+    *,
+    max_nodes: int,
+    num_ranked: int,
+    grammars: GrammarCompiler,
 ) -> DraftSource:
     """A draft made by `tools.distill`: the target's embedding, and a head over a part of its ids."""
     with _naming_the_draft():
@@ -80,6 +92,7 @@ def _distilled_source(
         num_ranked=num_ranked,
         drawing=Drawing.of(config.speculation),
         saguaro_c=active_saguaro_c(config.speculation),
+        grammars=grammars,
     )
 
 

@@ -18,6 +18,7 @@ from pipeline.messages import BeginDraft
 from stages.draft_speculator.draft_source import DraftSource, Drawing, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, NextTokens, Rerooting
 from stages.draft_speculator.drawn_tokens import Drawer
+from stages.grammar import GrammarCompiler, begin_grammar
 from stages.model.batch import ForwardBatch, SequenceRows
 from stages.model.pages import KVHandle
 from stages.model.runner import Runner
@@ -80,12 +81,14 @@ class ModelDraft(DraftSource):
         num_ranked: int = 1,
         drawing: Drawing = Drawing.COUPLED,
         saguaro_c: float | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """vocab_size: ids below it may be proposed; a padded head may have rows that the target lacks.
 
         num_ranked: tokens of each row that are sure to be asked for.
         saguaro_c: C of Saguaro sampling, where tokens are drawn.
         head_token_ids: [R] ascending, the target's id of each row of a reduced head; None: row i is id i.
+        grammars: of the target's vocabulary; None: structured outputs are drafted as any text is.
         """
         self._runner = runner
         self._vocab_ids = torch.arange(vocab_size) if head_token_ids is None else head_token_ids
@@ -93,16 +96,18 @@ class ModelDraft(DraftSource):
         self._num_ranked = num_ranked
         self._drawing = drawing
         self._saguaro_c = saguaro_c
+        self._grammars = grammars
         if drawing is Drawing.DRAWN:
             self.law_token_ids = self._vocab_ids.tolist()
         self._requests: dict[str, _DraftRequest] = {}
         self.max_position = runner.shape.max_position
 
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
-        """Allocate the request's KV."""
+        """Allocate the request's KV. Raises `RequestError`."""
         num_slots = min(request.max_len, self._runner.shape.max_position) + max_nodes
         is_drawn = self._drawing is Drawing.DRAWN and request.sampling.temperature > 0
         drawer = Drawer(request.sampling.seed, saguaro_c=self._saguaro_c, token_ids=self._token_ids)
+        grammar = begin_grammar(self._grammars, request.sampling, eos_token_ids=request.eos_token_ids)
         self._requests[request.request_id] = _DraftRequest(
             kv=self._runner.kv.allocate(num_slots),
             law=TokenLaw(
@@ -110,6 +115,7 @@ class ModelDraft(DraftSource):
                 self._vocab_ids,
                 prompt_token_ids=request.prompt_token_ids,
                 eos_token_ids=request.eos_token_ids,
+                grammar=grammar,
             ),
             drawer=drawer if is_drawn else None,
         )

@@ -16,6 +16,7 @@ from kernels.noise import gumbel_noise
 from pipeline.messages import BeginDraft, Sampling
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
+from stages.grammar import GrammarCompiler, GrammarState, begin_grammar
 
 MAX_NGRAM = 4
 _MIN_NGRAM = 1
@@ -98,40 +99,56 @@ class NgramIndex:
 
 
 class _NgramRequest:
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, *, num_prompt_tokens: int, grammar: GrammarState | None) -> None:
         self.sampling = sampling
         self.index = NgramIndex()
+        self.grammar = grammar
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def commit(self, tree: DraftTree) -> None:
+        """Take in the committed tokens that are new."""
+        num_known = len(self.index.token_ids)
+        new = tree.token_ids[tree.root + 1 - (tree.committed_len - num_known) : tree.root + 1]
+        self.index.append(new)
+        if self.grammar is not None:
+            self.grammar.commit(new[max(self._num_prompt_tokens - num_known, 0) :])
 
 
 class NgramDraft(DraftSource):
     """Ranks continuations by count, then by how recently they were seen; under noise, as a law of counts."""
 
-    def __init__(self, *, is_coupled: bool = True) -> None:
-        """is_coupled: whether the target's noise has a say, which is of use only if the target has it too."""
+    def __init__(self, *, is_coupled: bool = True, grammars: GrammarCompiler | None = None) -> None:
+        """is_coupled: whether the target's noise has a say, which is of use only if the target has it too.
+
+        grammars: as in `ModelDraft`.
+        """
         self._is_coupled = is_coupled
+        self._grammars = grammars
         self._requests: dict[str, _NgramRequest] = {}
 
     def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
         """Start an empty index; the prompt is indexed at the first step."""
-        self._requests[request.request_id] = _NgramRequest(request.sampling)
+        self._requests[request.request_id] = _NgramRequest(
+            request.sampling,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            grammar=begin_grammar(self._grammars, request.sampling, eos_token_ids=request.eos_token_ids),
+        )
 
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
         """Look every node up."""
         for job in jobs:
             request = self._requests[job.request_id]
-            self._index_committed(request.index, job.tree)
+            request.commit(job.tree)
             for node in job.nodes:
                 job.tree.is_read[node] = True
                 if node >= job.tree.root:
                     job.tree.next_tokens[node] = self._continuations(request, job.tree, node)
 
-    def _index_committed(self, index: NgramIndex, tree: DraftTree) -> None:
-        num_new = tree.committed_len - len(index.token_ids)
-        index.append(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
-
     def _continuations(self, request: _NgramRequest, tree: DraftTree, node: int) -> Continuations:
         context = [*request.index.tail(MAX_NGRAM), *tree.path(node)][-MAX_NGRAM:]
         counts = request.index.followers(context)
+        if request.grammar is not None and (mask := request.grammar.mask(tree.path(node))) is not None:
+            counts = {token: count for token, count in counts.items() if token < len(mask) and mask[token]}
         ids = list(reversed(counts))  # most recent first: the sort below is stable
         total = sum(counts.values())
         scores = [math.log(counts[token] / total) for token in ids]
@@ -143,7 +160,7 @@ class NgramDraft(DraftSource):
 
     def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:
         """Index what was committed, before the tree forgets it."""
-        self._index_committed(self._requests[request_id].index, tree)
+        self._requests[request_id].commit(tree)
 
     def end(self, request_id: str) -> None:
         """Forget the index."""

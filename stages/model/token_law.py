@@ -14,6 +14,8 @@ from torch import Tensor
 from kernels.noise import gumbel_noise
 from kernels.sampling import sampling_law
 from pipeline.messages import Sampling
+from stages.grammar import GrammarState
+from stages.model.grammar_mask import GrammarMask
 from stages.model.logit_edits import LogitEdits, Path, has_edits
 
 
@@ -27,10 +29,12 @@ class TokenLaw:
         *,
         prompt_token_ids: Sequence[int] = (),
         eos_token_ids: Collection[int] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
         """vocab_ids: [V] int64 ascending, the target's id of each logit column.
 
         eos_token_ids: what `Sampling.min_tokens` bans beside the request's own stop tokens.
+        grammar: of `Sampling.structured_outputs`, before any output.
         """
         self._sampling = sampling
         self._vocab_ids = vocab_ids
@@ -40,6 +44,7 @@ class TokenLaw:
             if has_edits(sampling)
             else None
         )
+        self._grammar = None if grammar is None else GrammarMask(grammar, vocab_ids)
         self._noise_by_position: dict[int, Tensor] = {}
 
     @property
@@ -50,7 +55,7 @@ class TokenLaw:
     @property
     def reads_paths(self) -> bool:
         """Whether a row's law depends on the tokens before it: else `paths` may be left out below."""
-        return self._edits is not None
+        return self._edits is not None or self._grammar is not None
 
     @property
     def num_committed(self) -> int:
@@ -62,6 +67,12 @@ class TokenLaw:
         self._num_committed += len(token_ids)
         if self._edits is not None:
             self._edits.commit(token_ids)
+        if self._grammar is not None:
+            self._grammar.state.commit(token_ids)
+
+    def fault_of_end(self, path: Path) -> str | None:
+        """Why an end-of-sequence token after this path does not complete a structured output, or None."""
+        return None if self._grammar is None else self._grammar.state.fault(path)
 
     def noise(self, position: int, dtype: torch.dtype) -> Tensor:
         """Noise [V] for choosing the token at absolute `position`."""
@@ -88,11 +99,12 @@ class TokenLaw:
         Returns [T, V] unnormalised log-probabilities, -inf for excluded tokens. At temperature 0 only the
         order of a row means something; without edits its logits come back as they are.
         """
-        if self._edits is not None:
-            logits = self._edits.apply(logits, paths)
+        edited = logits if self._edits is None else self._edits.apply(logits, paths)
+        if self._grammar is not None:
+            edited = self._grammar.apply(edited, logits, paths)
         sampling = self._sampling
         return sampling_law(
-            logits,
+            edited,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,

@@ -40,6 +40,17 @@ def fault_of_options(sampling: Sampling, *, eos_token_ids: Collection[int], voca
             return f"{name}: expected token ids below {vocab_size}, got {largest}; leave it out"
     if sampling.min_tokens and len({*eos_token_ids, *sampling.stop_token_ids}) >= vocab_size:
         return "min_tokens with every token in stop_token_ids bans the whole vocabulary; leave some out"
+    if sampling.structured_outputs is not None:
+        if not eos_token_ids:
+            return (
+                "structured_outputs: expected a model with an end-of-sequence token, which tells that an "
+                "answer is complete; this one has none: leave the option out"
+            )
+        if sampling.ignore_eos:
+            return (
+                "ignore_eos=true with structured_outputs: expected one of them, because nothing can follow a "
+                "complete answer; leave one out"
+            )
     return None
 
 

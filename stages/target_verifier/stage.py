@@ -41,6 +41,7 @@ from pipeline.messages import (
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
 from pipeline.tensor_pool import TensorPool
+from stages.grammar import GrammarCompiler, begin_grammar
 from stages.incremental_text import TextDecoder
 from stages.model.emulated_runner import EmulatedRunner
 from stages.model.kernel_trace import TorchTracer
@@ -60,8 +61,8 @@ from stages.vocabulary import load_tokenizer
 
 
 class TargetVerifier(Stage):
-    """See the module docstring. Tests pass a model, and a decoder for stop strings; a process loads them from
-    `config.model.path`, the decoder when it is first needed."""
+    """See the module docstring. Tests pass a model, a decoder for stop strings, and a compiler of grammars; a
+    process loads them from `config.model.path`, the decoder when it is first needed."""
 
     accepts = VerifierMessage
 
@@ -71,12 +72,14 @@ class TargetVerifier(Stage):
         context: StageContext,
         model: LoadedModel | None = None,
         text_decoder: TextDecoder | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
         self._outbox = context.outbox
         self._spans = context.spans
         self._model = model
         self._text_decoder = text_decoder
+        self._grammars_given = grammars
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
         self._has_cache = config.speculation.prepare_outcomes
         self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
@@ -97,6 +100,8 @@ class TargetVerifier(Stage):
     def setup(self) -> None:
         """Load the target and size its KV cache for `max_requests` requests of `max_context` tokens."""
         config = self._config
+        self._grammars = self._grammars_given or GrammarCompiler.of_model(config.model.path)
+        self._grammars.prepare()
         if config.model.is_emulated:
             self._max_context = config.model.max_context
             self._runner: Runner = EmulatedRunner.for_requests(
@@ -251,6 +256,8 @@ class TargetVerifier(Stage):
         prompt, sampling = request.prompt_token_ids, request.sampling
         max_len = min(len(prompt) + sampling.max_tokens, self._max_context)
         try:
+            # A millisecond or a few, once for each grammar: the tokenizer has refused what is broken.
+            grammar = begin_grammar(self._grammars, sampling, eos_token_ids=self._eos_token_ids)
             kv = self._runner.kv.allocate(max_len + self._max_nodes)
         except RequestError as error:
             self._fail(request.request_id, str(error))
@@ -268,6 +275,7 @@ class TargetVerifier(Stage):
                 self._vocab_ids,
                 prompt_token_ids=prompt,
                 eos_token_ids=self._eos_token_ids,
+                grammar=grammar,
             ),
             acceptance_seed=self._acceptance_seed(sampling),
             stop_rules=self._stop_rules(sampling),
@@ -415,6 +423,11 @@ class TargetVerifier(Stage):
         num_proposed = len(sequence.tree()[0])
         start_ns = time.monotonic_ns()
         ending = sequence.stop_rules.find_ending(block, room=sequence.room)
+        if ending.finish_reason is FinishReason.STOP and block[ending.num_kept - 1] in self._eos_token_ids:
+            fault = sequence.law.fault_of_end(block[: ending.num_kept - 1])
+            if fault is not None:
+                self._fail_running(sequence, f"structured_outputs: the answer cannot be completed: {fault}")
+                return
         num_accepted = min(len(accepted), ending.num_kept)
         sequence.token_ids.extend(block[: ending.num_kept])
         if self._has_draft and ending.finish_reason is None:
@@ -483,6 +496,21 @@ class TargetVerifier(Stage):
             self._send_held()
         if finish_reason is not None:
             self._release(sequence)
+
+    def _fail_running(self, sequence: Sequence, reason: str) -> None:
+        """End a request without an answer; through the detokenizer, so that nothing of it comes later."""
+        failed = Committed(
+            request_id=sequence.request_id,
+            round_id=sequence.round_id,
+            token_ids=[],
+            num_accepted=0,
+            source=None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            failure=reason,
+        )
+        self._held.append((StageName.DETOKENIZER, failed))
+        self._send_held()
+        self._release(sequence)
 
     def _note(
         self,

@@ -109,7 +109,8 @@ def test_every_field_of_sampling_is_a_sampling_parameter():
     [
         ({"best_of": 2}, "SamplingParams(best_of=...) is not supported: ask for several answers"),
         ({"temprature": 2}, "did you mean temperature?"),
-        ({"guided_json": {}}, "supported: max_tokens, temperature"),
+        ({"bad_words": ["x"]}, "supported: max_tokens, temperature"),
+        ({"guided_json": {}}, "the name is structured_outputs"),
         ({"top_p": 0}, "top_p: expected `float` > 0"),
         ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
         ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
