@@ -103,6 +103,7 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
             "lower one, or choose placement=cpu_shared"
         )
     _at_least("placement.page_size", placement.page_size, 1)
+    _at_least("placement.prefill_chunk", placement.prefill_chunk, 1)
 
 
 def _check_speculation(speculation: SpeculationConfig) -> None:

@@ -65,13 +65,15 @@ class Backup(str, Enum):
     """What drafts after a miss."""
 
     sequential = "sequential"
-    """The draft, while the target waits."""
+    """The draft, while the target waits; nothing where others of the batch hit: then the request decodes
+    plainly for a round, and the draft prepares again."""
     ngram = "ngram"
     """Look-up in prompt and output, or nothing: the target verifies at once, and the draft prepares again."""
     random = "random"
     """Random tokens of the text so far: a yardstick for the others."""
     auto = "auto"
-    """The draft where what a step wins is worth its measured time to all requests that wait, else look-up."""
+    """The draft where what a step wins is worth its measured time to all requests that wait, else look-up, as
+    where others of the batch hit and the plan is fixed."""
 
 
 class Verification(str, Enum):
@@ -169,6 +171,9 @@ class PlacementConfig:
     """Cores shared by the draft and the small stages. None: the remaining cores, or all."""
     page_size: int = 16
     """Tokens in one page of the KV caches."""
+    prefill_chunk: int = 128
+    """Most prompt tokens that target and draft read in one forward. A longer prompt takes several, between
+    which running requests go on: more tokens read it sooner, and keep the others waiting longer."""
 
 
 @dataclass

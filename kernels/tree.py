@@ -6,7 +6,7 @@ root. Plain Python on purpose: the lists are short, and every stage, with torch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
@@ -44,15 +44,27 @@ def accept_path(
     choices: the target's token after the root (index 0) and after each node i (index i + 1).
     Returns the accepted nodes from the top, and the bonus token: the choice after the last of them.
     """
+    return walk_down(lambda path: choices[path[-1] + 1 if path else 0], token_ids, parents)
+
+
+def walk_down(
+    choose: Callable[[Sequence[int]], int], token_ids: Sequence[int], parents: Sequence[int]
+) -> tuple[list[int], int]:
+    """`accept_path` where a choice is worked out only when it is asked for.
+
+    choose: from the accepted nodes so far, from the top, to the target's token after the last of them, or
+        after the root.
+    """
     child_of = {
         (parent, token): node for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True))
     }
     accepted: list[int] = []
-    node = -1
-    while (child := child_of.get((node, choices[node + 1]))) is not None:
+    while True:
+        choice = choose(accepted)
+        child = child_of.get((accepted[-1] if accepted else -1, choice))
+        if child is None:
+            return accepted, choice
         accepted.append(child)
-        node = child
-    return accepted, choices[node + 1]
 
 
 def ancestor_rows(parents: Sequence[int]) -> list[list[bool]]:

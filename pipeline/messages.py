@@ -294,9 +294,11 @@ class Outcome(Message, frozen=True, kw_only=True):
     num_rows: int = 0
     """Tokens in the target's forward, all requests of the round together."""
     compute_ns: int = 0
-    """From the start of that forward to the target's choices; 0 for a prefill."""
+    """From the start of that forward to the target's choices; 0 where it read parts of prompts, too."""
     decided_ns: int = 0
     """When the target had chosen."""
+    num_following: Annotated[int, Meta(ge=0)] = 0
+    """Outcomes of the same forward that follow this one: the draft answers all of them together."""
 
 
 class EndDraft(Message, frozen=True, kw_only=True):
@@ -360,7 +362,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_accepted_tokens: int
     """Proposed tokens that were emitted, after truncation."""
     acceptance_length: float | None
-    """Output tokens per round."""
+    """Output tokens per round; None for a request that was cancelled during its prefill."""
     acceptance_rate: float | None
     """Accepted over proposed nodes."""
     cache_hits: int | None
@@ -373,7 +375,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     mean_ready_length: float | None
     """Mean drafted tokens that were ready on a hit."""
     ttft_ms: float
-    """From submission to the first committed token."""
+    """From submission to the first committed token; to the end of a request that was cancelled before."""
     decode_seconds: float | None
     """Wall time from the end of the prefill to the last commit, waits included."""
     tokens_per_second: float | None

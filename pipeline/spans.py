@@ -48,19 +48,20 @@ class SpanKind(IntEnum):
     WORK = 4
     """One slice of `Stage.work`."""
     PREFILL = 5
-    """The target reads a prompt and chooses the first token."""
+    """The target reads a chunk of prompts while no request runs, and chooses the first tokens."""
     VERIFY = 6
-    """The target's forward over roots and proposals, the choice of tokens, and the KV moves."""
+    """The target's forward over roots and proposals, and a chunk of prompts beside them if some wait; the
+    choice of tokens, and the KV moves."""
     COMMIT = 7
-    """Truncation, outcome and bookkeeping of one request after the forward."""
+    """Bookkeeping of one request after the forward, when the draft has its outcome."""
     NOISE = 8
     """Noise made ahead while the target waits."""
     READ = 9
-    """The draft reads a prompt that it prepares nothing for."""
+    """The draft reads a chunk of a prompt, or of what it missed."""
     DRAFT = 10
     """One draft step of a proposal that the target waits for."""
     GLUE = 11
-    """The draft reads what it proposed (in round 0 the prompt), to know what may follow."""
+    """The draft reads what it proposed, to know what may follow."""
     BRANCH = 12
     """One draft step of the prepared outcomes."""
     LOOKUP = 13

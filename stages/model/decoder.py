@@ -76,6 +76,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             hidden = layer.forward(hidden, cos, sin, index, plans, cache)
         if logit_rows is not None:
+            if len(logit_rows) == 0:
+                return hidden.new_empty(0, self.head_size)
             hidden = hidden.index_select(0, logit_rows)
         return self.head(rms_norm(hidden, self.final_norm, self.shape.rms_norm_eps))
 

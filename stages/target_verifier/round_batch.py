@@ -1,4 +1,4 @@
-"""Packs what the target forwards: a prompt, or the root and the proposal of every active request."""
+"""Packs what the target forwards: root and proposal of every running request, and chunks of prompts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,8 @@ import torch
 
 from kernels.tree import ancestor_rows
 from stages.model.batch import ForwardBatch, SequenceRows
+from stages.target_verifier.schedule import Step
 from stages.target_verifier.sequence import Sequence
-
-
-def prefill_batch(sequence: Sequence) -> ForwardBatch:
-    """The whole prompt in one pass; logits of its last token."""
-    size = len(sequence.token_ids)
-    rows = SequenceRows(kv=sequence.kv, prefix_len=0, write_slots=list(range(size)), tail_len=size, mask=None)
-    return ForwardBatch(
-        token_ids=sequence.token_ids,
-        positions=list(range(size)),
-        sequences=[rows],
-        logit_rows=[size - 1],
-    )
 
 
 def tree_positions(sequence: Sequence) -> list[int]:
@@ -38,12 +27,15 @@ def tree_paths(sequence: Sequence) -> list[list[int]]:
     return paths
 
 
-def round_batch(sequences: list[Sequence]) -> ForwardBatch:
-    """Pack root and tree of every sequence into one forward."""
+def pack(step: Step) -> ForwardBatch:
+    """One forward: root and tree of every running request, then the chunks of prompts.
+
+    Logits: of all rows of the former, and of the last row of each prompt that is read to its end.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     rows: list[SequenceRows] = []
-    for sequence in sequences:
+    for sequence in step.rounds:
         tree_tokens, parents = sequence.tree()
         root_slot = len(sequence.token_ids) - 1
         num_rows = 1 + len(tree_tokens)
@@ -59,4 +51,25 @@ def round_batch(sequences: list[Sequence]) -> ForwardBatch:
                 mask=None if is_chain else torch.tensor(ancestor_rows(parents)),
             )
         )
-    return ForwardBatch(token_ids=token_ids, positions=positions, sequences=rows, logit_rows=None)
+    logit_rows = list(range(len(token_ids)))
+    for chunk in step.chunks:
+        slots = list(range(chunk.start, chunk.end))
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+        positions += slots
+        rows.append(
+            SequenceRows(
+                kv=chunk.sequence.kv,
+                prefix_len=chunk.start,
+                write_slots=slots,
+                tail_len=len(slots),
+                mask=None,
+            )
+        )
+        if chunk.is_last:
+            logit_rows.append(len(token_ids) - 1)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        sequences=rows,
+        logit_rows=logit_rows if step.chunks else None,
+    )

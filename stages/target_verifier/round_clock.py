@@ -6,6 +6,7 @@ target waits while the draft computes, and the rest, which is the pipeline's own
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,15 @@ class TargetClock:
         """The target computed from start to end."""
         self.compute_ns += end_ns - start_ns
         self.recent_spans.append((start_ns, end_ns))
+
+    def spans_since(self, start_ns: int) -> list[Span]:
+        """Those of the recent spans that end later."""
+        spans: list[Span] = []
+        for span in reversed(self.recent_spans):
+            if span[1] <= start_ns:
+                break
+            spans.append(span)
+        return spans[::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +131,16 @@ class RoundClock:
             them wait for the slowest, so all share the wait.
         """
         # With several requests the target may have prefilled another one in the meantime.
-        waited = idle_spans((self._last_commit_ns, now_ns), self._target.recent_spans)
-        decoding = [span for span in self._target.recent_spans if span[0] >= self._decode_start_ns]
+        waited = idle_spans((self._last_commit_ns, now_ns), self._target.spans_since(self._last_commit_ns))
+        own_spans = [] if proposal is None else proposal.draft_spans
+        first_ns = max(own_spans[0][0] if own_spans else now_ns, self._decode_start_ns)
+        decoding = [s for s in self._target.spans_since(first_ns) if s[0] >= self._decode_start_ns]
         self._started = _StartedRound(
             source=None if proposal is None else proposal.source,
             ready_length=0 if proposal is None else proposal.ready_length,
             wait_ns=0 if proposal is None else sum(end - start for start, end in waited),
             draft_wait_ns=overlap_ns(draft_spans, waited),
-            overlap_ns=0 if proposal is None else overlap_ns(proposal.draft_spans, decoding),
+            overlap_ns=overlap_ns(own_spans, decoding),
             is_resting=is_resting,
         )
         if proposal is not None:
@@ -156,7 +168,7 @@ class RoundClock:
         self._compute_ns_at_last_commit = self._target.compute_ns
 
     def metrics(self) -> RequestMetrics:
-        """The figures so far. Needs `end_prefill`."""
+        """The figures so far."""
         decode_ns = self._last_commit_ns - self._decode_start_ns
         compute_ns = self._compute_ns_at_last_commit - self._compute_ns_at_start
         has_decoded = self._num_rounds > 1
@@ -165,7 +177,7 @@ class RoundClock:
             num_rounds=self._num_rounds,
             num_proposed_tokens=self._num_proposed,
             num_accepted_tokens=self._num_accepted,
-            acceptance_length=self._num_output / self._num_rounds,
+            acceptance_length=self._num_output / self._num_rounds if self._num_rounds else None,
             acceptance_rate=self._num_accepted / self._num_proposed if self._num_proposed else None,
             cache_hits=self._hits if self._has_cache else None,
             cache_misses=self._misses if self._has_cache else None,
@@ -173,7 +185,7 @@ class RoundClock:
             num_rest_rounds=self._num_rest_rounds,
             plan=self._plan,
             mean_ready_length=self._ready_lengths / self._hits if self._hits else None,
-            ttft_ms=(self._decode_start_ns - self._submitted_ns) / 1e6,
+            ttft_ms=((self._decode_start_ns or time.monotonic_ns()) - self._submitted_ns) / 1e6,
             decode_seconds=decode_ns / 1e9 if has_decoded else None,
             tokens_per_second=(self._num_output - 1) / (decode_ns / 1e9) if has_decoded else None,
             target_compute_ms=compute_ns / 1e6,

@@ -17,7 +17,8 @@ from stages.target_verifier.stopping import StopRules
 class Sequence:
     """Mutable state of one request; only the verifier touches it.
 
-    Invariant between rounds: the KV cache holds every committed token but the last, the root.
+    Invariant between rounds: the KV cache holds every committed token but the last, the root. While the
+    prompt is read it holds the first `num_prefilled` of them.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class Sequence:
     """`Sampling.logprobs`."""
     round_id: int = 0
     """The round that comes next; round 0 is the prefill."""
+    num_prefilled: int = 0
+    """Tokens of the prompt that were read."""
     proposal: Proposal | None = field(default=None)
     """The proposal of round `round_id`, once it is here."""
     draft_laws: Tensor | None = None
@@ -47,6 +50,11 @@ class Sequence:
     """Rounds after this one that wait for no proposal."""
     is_resting: bool = False
     """Whether round `round_id` is such a one."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the prompt is not read to its end."""
+        return self.round_id == 0
 
     @property
     def waits_for_proposal(self) -> bool:

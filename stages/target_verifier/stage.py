@@ -1,7 +1,8 @@
 """The target-verifier: owns the truth. It admits requests, verifies proposals, commits tokens.
 
-Each slice of `work` is a prefill of one waiting request, or one round of all active ones, or noise made
-ahead while there is nothing to verify. Prompt text, drafting and outcome prediction are other stages'.
+Each slice of `work` is one forward, in which the running requests have a round and new ones read a chunk of
+their prompts (`schedule`), or noise made ahead while there is nothing to verify. Prompt text, drafting and
+outcome prediction are other stages'.
 """
 
 from __future__ import annotations
@@ -13,13 +14,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from conf.proposal_size import proposal_depth, submitted_nodes
-from conf.schema import DraftKind, DType, RunConfig, Verification
-from kernels.noise import Stream, stream_seed
-from kernels.sampling import choose_coupled
-from kernels.tree import accept_path
+from conf.schema import DraftKind, DType, RunConfig
 from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
 from pipeline.messages import (
     BeginDraft,
@@ -50,10 +47,12 @@ from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
 from stages.target_verifier.checks import fault_of_options, fault_of_prompt, fault_of_tree
 from stages.target_verifier.draft_watch import DraftWatch
+from stages.target_verifier.judge import Judge
 from stages.target_verifier.logprobs import token_logprobs
-from stages.target_verifier.rejection import accept_drawn_path, read_laws
-from stages.target_verifier.round_batch import prefill_batch, round_batch, tree_paths, tree_positions
+from stages.target_verifier.rejection import read_laws
 from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
+from stages.target_verifier.round_result import RoundResult, compute
+from stages.target_verifier.schedule import Step, next_step
 from stages.target_verifier.sequence import Sequence
 from stages.target_verifier.stop_text import StopText
 from stages.target_verifier.stopping import Ending, StopRules
@@ -83,8 +82,6 @@ class TargetVerifier(Stage):
         self._has_draft = config.speculation.draft.kind is not DraftKind.none
         self._has_cache = config.speculation.prepare_outcomes
         self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
-        self._max_depth = proposal_depth(config.speculation) if self._has_draft else 0
-        self._is_rejection = config.speculation.verification is Verification.rejection
         self._pools: Mapping[str, TensorPool] = {}
         self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
@@ -110,7 +107,11 @@ class TargetVerifier(Stage):
         else:
             self._runner = self._load_runner()
         self._runner.warm_up()
-        self._logits_dtype = torch.float64 if config.model.dtype is DType.float64 else torch.float32
+        self._judge = Judge(
+            config.speculation.verification,
+            logits_dtype=torch.float64 if config.model.dtype is DType.float64 else torch.float32,
+            max_depth=proposal_depth(config.speculation) if self._has_draft else 0,
+        )
         self._eos_token_ids = frozenset(self._runner.shape.eos_token_ids)
         self._vocab_ids = torch.arange(self._runner.shape.vocab_size)
 
@@ -227,30 +228,28 @@ class TargetVerifier(Stage):
     # --- work ------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Admit one request, or run one round, or make noise ahead."""
-        if self._waiting and len(self._sequences) < self._config.max_requests:
-            self._send_held()
+        """Admit what there is room for and run one forward, or make noise ahead."""
+        while self._waiting and len(self._sequences) < self._config.max_requests:
             self._admit(self._waiting.popleft())
+        step = next_step(
+            self._sequences.values(),
+            has_draft=self._has_draft,
+            chunk_size=self._config.placement.prefill_chunk,
+        )
+        if step is not None:
+            self._run(step)
             return True
-        sequences = list(self._sequences.values())
-        if not sequences:
-            return False
-        if self._has_draft and any(s.waits_for_proposal for s in sequences):
-            return self._make_noise_ahead(sequences)
-        self._run_round(sequences)
-        return True
+        running = [sequence for sequence in self._sequences.values() if not sequence.is_prefilling]
+        return self._make_noise_ahead(running)
 
     def _make_noise_ahead(self, sequences: list[Sequence]) -> bool:
         """One row of noise for a coming round, while the target would only wait."""
         start_ns = time.monotonic_ns()
-        for sequence in sequences:
-            start = len(sequence.token_ids)
-            for position in range(start, min(start + self._max_depth + 1, sequence.max_len)):
-                if not sequence.law.has_noise(position):
-                    sequence.law.noise(position, self._logits_dtype)
-                    self._note(SpanKind.NOISE, start_ns, [sequence], count=1)
-                    return True
-        return False
+        sequence = self._judge.make_noise_ahead(sequences)
+        if sequence is None:
+            return False
+        self._note(SpanKind.NOISE, start_ns, [sequence], count=1)
+        return True
 
     def _admit(self, request: TokenizedRequest) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
@@ -271,13 +270,13 @@ class TargetVerifier(Stage):
             max_len=max_len,
             kv=kv,
             law=TokenLaw(
-                self._target_sampling(sampling),
+                self._judge.sampling_of_target(sampling),
                 self._vocab_ids,
                 prompt_token_ids=prompt,
                 eos_token_ids=self._eos_token_ids,
                 grammar=grammar,
             ),
-            acceptance_seed=self._acceptance_seed(sampling),
+            acceptance_seed=self._judge.acceptance_seed(sampling),
             stop_rules=self._stop_rules(sampling),
             num_top_logprobs=sampling.logprobs,
             clock=RoundClock(
@@ -303,7 +302,6 @@ class TargetVerifier(Stage):
                     eos_token_ids=sorted(self._eos_token_ids),
                 ),
             )
-        self._prefill(sequence)
 
     def _stop_rules(self, sampling: Sampling) -> StopRules:
         stop_text: StopText | None = None
@@ -314,154 +312,85 @@ class TargetVerifier(Stage):
             stop_text = StopText(self._text_decoder, sampling.stop, min_tokens=sampling.min_tokens)
         return StopRules(sampling, eos_token_ids=self._eos_token_ids, stop_text=stop_text)
 
-    def _is_drawn(self, sampling: Sampling) -> bool:
-        """Whether the rejection rule judges; at temperature 0 both rules ask for equality."""
-        return self._is_rejection and sampling.temperature > 0
-
-    def _target_sampling(self, sampling: Sampling) -> Sampling:
-        """With the seed of the noise that chooses the target's own tokens."""
-        if not self._is_drawn(sampling):
-            return sampling
-        return msgspec.structs.replace(sampling, seed=stream_seed(sampling.seed, Stream.BONUS))
-
-    def _acceptance_seed(self, sampling: Sampling) -> int | None:
-        return stream_seed(sampling.seed, Stream.ACCEPTANCE) if self._is_drawn(sampling) else None
-
-    def _prefill(self, sequence: Sequence) -> None:
-        start_ns = time.monotonic_ns()
-        logits = self._runner.forward(prefill_batch(sequence))
-        choices = self._choose(sequence, logits, [len(sequence.token_ids)])
-        end_ns = time.monotonic_ns()
-        self._clock.add(start_ns, end_ns)
-        self._note(SpanKind.PREFILL, start_ns, [sequence], count=len(sequence.token_ids), end_ns=end_ns)
-        sequence.clock.end_prefill(end_ns)
-        self._finish_round(sequence, block=choices, accepted=[], logits=logits, decided_ns=end_ns)
-
-    def _run_round(self, sequences: list[Sequence]) -> None:
-        """One forward over the root and the tree of every sequence, then commit each."""
+    def _run(self, step: Step) -> None:
+        """One forward, then commit what came of it."""
         self._send_held()
         start_ns = time.monotonic_ns()
+        self._start_clocks(step.rounds, now_ns=start_ns)
+        results = compute(step, self._runner, self._judge)
+        end_ns = time.monotonic_ns()
+        self._clock.add(start_ns, end_ns)
+        kind = SpanKind.VERIFY if step.rounds else SpanKind.PREFILL
+        sequences = step.rounds or [chunk.sequence for chunk in step.chunks]
+        self._note(kind, start_ns, sequences, count=step.num_rows, end_ns=end_ns)
+        self._finish(
+            results,
+            decided_ns=end_ns,
+            num_rows=step.num_rows,
+            # A forward that reads prompts says nothing about rounds.
+            compute_ns=0 if step.chunks else end_ns - start_ns,
+        )
+
+    def _start_clocks(self, sequences: list[Sequence], *, now_ns: int) -> None:
         proposals = [s.proposal for s in sequences if s.proposal is not None]
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
         for sequence in sequences:
             sequence.clock.start_round(
                 sequence.proposal,
                 draft_spans=draft_spans,
-                now_ns=start_ns,
+                now_ns=now_ns,
                 is_resting=sequence.is_resting,
             )
-        logits = self._runner.forward(round_batch(sequences))
-        accepted_by_row: list[tuple[list[int], list[int], Tensor]] = []
-        row = 0
-        for sequence in sequences:
-            token_ids, _ = sequence.tree()
-            num_rows = 1 + len(token_ids)
-            rows = logits[row : row + num_rows]
-            accepted, bonus = self._accept(sequence, rows)
-            self._move_accepted_kv(sequence, accepted)
-            accepted_by_row.append((accepted, [*(token_ids[node] for node in accepted), bonus], rows))
-            row += num_rows
-        end_ns = time.monotonic_ns()
-        self._clock.add(start_ns, end_ns)
-        self._note(SpanKind.VERIFY, start_ns, sequences, count=row, end_ns=end_ns)
-        for sequence, (accepted, block, rows) in zip(sequences, accepted_by_row, strict=True):
-            self._finish_round(
-                sequence,
-                block=block,
-                accepted=accepted,
-                logits=rows,
-                decided_ns=end_ns,
-                num_rows=row,
-                compute_ns=end_ns - start_ns,
-            )
 
-    def _accept(self, sequence: Sequence, logits: Tensor) -> tuple[list[int], int]:
-        """The accepted nodes from the top, and the bonus token. logits: of the root and of every node."""
-        positions = [p + 1 for p in tree_positions(sequence)]
-        if sequence.acceptance_seed is None:
-            return accept_path(self._choose(sequence, logits, positions), *sequence.tree())
-        return accept_drawn_path(
-            sequence.law.log_law(logits, tree_paths(sequence) if sequence.law.reads_paths else ()),
-            sequence.proposal,
-            sequence.draft_laws,
-            position=positions[0],
-            acceptance_seed=sequence.acceptance_seed,
-            bonus_noise=lambda position: sequence.law.noise(position, logits.dtype),
-        )
+    def _finish(self, results: list[RoundResult], *, decided_ns: int, num_rows: int, compute_ns: int) -> None:
+        """Cut the blocks where requests end, tell the draft side of all at once, then commit.
 
-    def _choose(self, sequence: Sequence, logits: Tensor, positions: list[int]) -> list[int]:
-        """The target's token for each row; `positions[i]` is where the token of row i would stand."""
-        paths = tree_paths(sequence) if sequence.law.reads_paths else ()
-        perturbed = sequence.law.perturb(logits, positions, paths)
-        choices: list[int] = choose_coupled(perturbed).tolist()  # the one synchronisation of a round
-        return choices
-
-    def _move_accepted_kv(self, sequence: Sequence, accepted: list[int]) -> None:
-        """Bring the KV of the accepted path behind the root's; a chain already lies there."""
-        first_node_slot = len(sequence.token_ids)
-        src = [first_node_slot + node for node in accepted]
-        dst = list(range(first_node_slot, first_node_slot + len(accepted)))
-        if src != dst:
-            self._runner.kv.move(sequence.kv, src, dst)
-
-    def _finish_round(
-        self,
-        sequence: Sequence,
-        *,
-        block: list[int],
-        accepted: list[int],
-        logits: Tensor,
-        decided_ns: int,
-        num_rows: int = 0,
-        compute_ns: int = 0,
-    ) -> None:
-        """Cut the block where the request ends, tell the draft side at once, then commit.
-
-        logits: [1 + nodes, V], as the model gave them, of the root and every proposed node.
         decided_ns, num_rows, compute_ns: of the forward; see `Outcome`.
         """
-        num_proposed = len(sequence.tree()[0])
+        endings = [r.sequence.stop_rules.find_ending(r.block, room=r.sequence.room) for r in results]
+        for result, ending in zip(results, endings, strict=True):
+            result.sequence.token_ids.extend(result.block[: ending.num_kept])
+        if self._has_draft:
+            going_on = [r for r, ending in zip(results, endings, strict=True) if ending.finish_reason is None]
+            for number, result in enumerate(going_on, start=1):
+                outcome = result.outcome(
+                    decided_ns=decided_ns,
+                    num_rows=num_rows,
+                    compute_ns=compute_ns,
+                    num_following=len(going_on) - number,
+                )
+                self._outbox.send(StageName.SPECULATOR, outcome)
+                if self._has_cache:
+                    self._held.append((StageName.PREDICTOR, outcome))
+        for result, ending in zip(results, endings, strict=True):
+            self._finish_round(result, ending, decided_ns=decided_ns)
+
+    def _finish_round(self, result: RoundResult, ending: Ending, *, decided_ns: int) -> None:
+        sequence, accepted = result.sequence, result.accepted
         start_ns = time.monotonic_ns()
-        ending = sequence.stop_rules.find_ending(block, room=sequence.room)
-        if ending.finish_reason is FinishReason.STOP and block[ending.num_kept - 1] in self._eos_token_ids:
-            fault = sequence.law.fault_of_end(block[: ending.num_kept - 1])
+        block = result.block[: ending.num_kept]
+        if ending.finish_reason is FinishReason.STOP and block[-1] in self._eos_token_ids:
+            fault = sequence.law.fault_of_end(block[:-1])
             if fault is not None:
                 self._fail_running(sequence, f"structured_outputs: the answer cannot be completed: {fault}")
                 return
         num_accepted = min(len(accepted), ending.num_kept)
-        sequence.token_ids.extend(block[: ending.num_kept])
-        if self._has_draft and ending.finish_reason is None:
-            outcome = Outcome(
-                request_id=sequence.draft_id,
-                round_id=sequence.round_id,
-                committed_len=len(sequence.token_ids),
-                accepted_node=accepted[-1] if accepted else -1,
-                bonus_token=block[-1],
-                num_accepted=len(accepted),
-                num_proposed=num_proposed,
-                num_rows=num_rows,
-                compute_ns=compute_ns,
-                decided_ns=decided_ns,
-            )
-            self._outbox.send(StageName.SPECULATOR, outcome)
-            if self._has_cache:
-                self._held.append((StageName.PREDICTOR, outcome))
-        if sequence.round_id > 0:
+        if sequence.is_prefilling:
+            sequence.clock.end_prefill(decided_ns)
+        else:
             sequence.clock.end_round(
-                num_proposed=num_proposed,
+                num_proposed=result.num_proposed,
                 num_accepted=num_accepted,
                 num_committed=ending.num_kept,
                 now_ns=time.monotonic_ns(),
             )
-        self._watch.add(num_proposed=num_proposed, num_accepted=len(accepted))
+        self._watch.add(num_proposed=result.num_proposed, num_accepted=len(accepted))
         logprobs: list[TokenLogprobs] | None = None
         if sequence.num_top_logprobs is not None:
             rows = [0, *(node + 1 for node in accepted)][: ending.num_kept]
-            logprobs = token_logprobs(
-                logits[rows], block[: ending.num_kept], num_top=sequence.num_top_logprobs
-            )
-        self._commit(sequence, block[: ending.num_kept], ending, num_accepted=num_accepted, logprobs=logprobs)
-        sequence.law.commit(block[: ending.num_kept])
+            logprobs = token_logprobs(result.logits[rows], block, num_top=sequence.num_top_logprobs)
+        self._commit(sequence, block, ending, num_accepted=num_accepted, logprobs=logprobs)
+        sequence.law.commit(block)
         sequence.law.forget_before(len(sequence.token_ids))
         self._note(SpanKind.COMMIT, start_ns, [sequence], count=ending.num_kept)
         sequence.next_round()

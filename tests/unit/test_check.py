@@ -52,6 +52,7 @@ def test_every_named_run_passes_on_any_machine(name, available_cores, placement)
         ("model.path=", "it is empty"),
         ("model.max_context=1", "expected at least 2"),
         ("placement.page_size=0", "expected at least 1"),
+        ("placement.prefill_chunk=0", "expected at least 1"),
         ("placement.target_cores=0", "expected 1 to 2, the cores this process may use; raise it"),
         ("placement.draft_cores=3", "expected 1 to 2, the cores this process may use; lower it"),
         ("speculation.depth=0", "expected at least 1"),
