@@ -13,9 +13,10 @@ from stages.draft_speculator.ngram_draft import NgramIndex
 
 
 class Phase(Enum):
-    """What a request is doing. Only DRAFTING keeps the target waiting."""
+    """What a request is doing. Only ANSWERING and DRAFTING keep the target waiting."""
 
-    READING = "reads the prompt"
+    READING = "reads the prompt, or what it missed while speculation rested, in chunks"
+    ANSWERING = "waits for the outcomes of the requests that share its rounds"
     DRAFTING = "drafts the proposal that the target waits for"
     GLUING = "reads what it proposed, to know what may follow"
     PLANNING = "waits for the predictor's plan"
@@ -67,8 +68,8 @@ class DraftRequest:
     """When the outcome is expected."""
     submitted_ns: int = 0
     """When the proposal was sent."""
-    last_decided_ns: int = 0
-    """When the target chose last; 0 before it did."""
+    is_behind: bool = False
+    """Whether the round has no proposal because the draft has not read the committed tokens yet."""
     is_drawn: bool = False
     """Whether tokens of the submitted proposal were drawn by chance."""
     fan_outs: list[int] = field(default_factory=list)

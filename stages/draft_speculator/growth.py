@@ -92,7 +92,7 @@ class Anchor:
     log_value: float = 0.0
     """Log of how likely it is that this proposal will be asked for."""
     selection: list[Entry] | None = None
-    """What `grow` last worked out, while nothing of it was read since."""
+    """What `find_unread` last worked out, while nothing of it was read since."""
 
 
 def select(
@@ -162,25 +162,33 @@ def _select_chain(
     return entries
 
 
-def grow(
+class Unread(NamedTuple):
+    """A node that could be read next."""
+
+    log_value: float
+    """Of its path, from the committed tokens."""
+    anchor: int
+    """Which of the anchors it is below."""
+    entry: int
+    """Which of that anchor's selection; -1 for the anchor itself."""
+
+
+def find_unread(
     tree: DraftTree,
     anchors: Sequence[Anchor],
     shape: Shape,
     *,
-    room: int,
-    num_reads: Callable[[Sequence[float]], int],
     valuation: Valuation = as_the_draft_has_it,
-) -> list[int]:
-    """Add the likeliest unread nodes of the anchors' proposals, and return what to read next, ascending.
+) -> list[Unread]:
+    """The nodes of the anchors' proposals that are not read, the likeliest first.
 
-    room: most nodes to add. num_reads: how many to read, given the log values of all that could be, falling.
     Empty when all that is worth reading was read: a node at the last level is not, for nothing can follow it.
     """
-    wanted: list[tuple[float, int, int]] = []
+    unread: list[Unread] = []
     children = tree.children()
     for number, anchor in enumerate(anchors):
         if not tree.is_read[anchor.node]:
-            wanted.append((-anchor.log_value, number, -1))
+            unread.append(Unread(anchor.log_value, number, -1))
             continue
         if anchor.selection is None:
             anchor.selection = select(
@@ -190,13 +198,21 @@ def grow(
         for index, entry in enumerate(anchor.selection):
             is_read = entry.node is not None and tree.is_read[entry.node]
             if entry.depth < last and not is_read:
-                wanted.append((-anchor.log_value - entry.log_value, number, index))
-    wanted.sort()
-    if not wanted:
-        return []
+                unread.append(Unread(anchor.log_value + entry.log_value, number, index))
+    unread.sort(key=lambda node: (-node.log_value, node.anchor, node.entry))
+    return unread
+
+
+def add_unread(
+    tree: DraftTree, anchors: Sequence[Anchor], chosen: Sequence[Unread], *, room: int
+) -> list[int]:
+    """Add what the tree lacks of the chosen nodes, and return all of them, ascending.
+
+    room: most nodes to add; more are left out.
+    """
     nodes: list[int] = []
     changed: set[int] = set()
-    for _, number, index in wanted[: num_reads([-cost for cost, _, _ in wanted])]:
+    for _, number, index in chosen:
         anchor = anchors[number]
         if index < 0:
             nodes.append(anchor.node)

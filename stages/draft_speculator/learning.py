@@ -1,4 +1,4 @@
-"""What one outcome teaches: how likely accepted nodes were held to be, and how fast the engine is."""
+"""What outcomes teach: how likely accepted nodes were held to be, and how fast the engine is."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ from stages.draft_speculator.draft_request import DraftRequest
 from stages.draft_speculator.measures import Measures
 
 
-def learn(measures: Measures, request: DraftRequest, outcome: Outcome, *, num_active: int) -> None:
-    """Count an outcome of the submitted proposal, before the tree is rerooted.
-
-    num_active: requests that share the rounds.
-    """
-    if outcome.compute_ns > 0:
-        measures.target.add(outcome.num_rows, outcome.compute_ns)
-        if not request.is_resting:
-            measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - request.submitted_ns)
-            measures.delays.add(outcome.decided_ns - request.due_ns)
-    if request.last_decided_ns:
-        measures.add_round(
-            tokens=outcome.num_accepted + 1,
-            ns=outcome.decided_ns - request.last_decided_ns,
-            is_plain=request.is_resting,
-            num_active=num_active,
-        )
-    request.last_decided_ns = outcome.decided_ns
+def learn_acceptance(measures: Measures, request: DraftRequest, outcome: Outcome) -> None:
+    """Count what became of the submitted proposal, before the tree is rerooted."""
     tree = request.tree
     parents = tree.proposal_parents()
     path = {-1, outcome.accepted_node}
@@ -43,3 +27,52 @@ def learn(measures: Measures, request: DraftRequest, outcome: Outcome, *, num_ac
             measures.calibration.add(submitted.log_prob, is_accepted=is_accepted)
         elif submitted.matched:
             measures.look_up[submitted.matched].add(is_accepted)
+
+
+class RoundTally:
+    """Adds up the outcomes of one forward, which is one round of all the requests that run.
+
+    A forward is one observation, however many requests share it: its time is that of all their rows.
+    """
+
+    def __init__(self, measures: Measures) -> None:
+        self._measures = measures
+        self._last_decided_ns = 0
+        """When the target had chosen in the forward before."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_requests = self._num_tokens = 0
+        self._last_submitted_ns = 0
+        self._due_ns = 0.0
+        self._is_resting: set[bool] = set()
+
+    def add(self, request: DraftRequest, outcome: Outcome) -> None:
+        """One outcome, before its request goes on to the next round."""
+        self._num_requests += 1
+        self._num_tokens += outcome.num_accepted + 1
+        # The forward began with the last proposal.
+        self._last_submitted_ns = max(self._last_submitted_ns, request.submitted_ns)
+        self._due_ns = max(self._due_ns, request.due_ns)
+        if request.can_draft and not request.is_behind:
+            self._is_resting.add(request.is_resting)
+
+    def end(self, outcome: Outcome) -> None:
+        """The last outcome of the forward was added."""
+        if self._num_requests == 0:
+            return  # a stray message
+        measures = self._measures
+        measures.num_active = self._num_requests
+        if outcome.compute_ns > 0 and self._last_decided_ns:
+            measures.target.add(outcome.num_rows, outcome.compute_ns)
+            if self._is_resting != {True}:
+                measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - self._last_submitted_ns)
+                measures.delays.add(outcome.decided_ns - self._due_ns)
+            measures.add_round(
+                tokens=self._num_tokens / self._num_requests,
+                ns=outcome.decided_ns - self._last_decided_ns,
+                # A round in which some speculated and others could not says nothing about either.
+                is_plain=self._is_resting.pop() if len(self._is_resting) == 1 else None,
+            )
+        self._last_decided_ns = outcome.decided_ns
+        self._clear()

@@ -1,6 +1,7 @@
 """What the speculator measures as it runs: times, acceptance, and the speed of the whole engine.
 
-Knows nothing of trees or messages; the stage feeds it. Rates are tokens per ns, of all requests together.
+Knows nothing of trees or messages; the stage feeds it. Speeds are kept apart by the size of the batch (one
+request, two or three, four to seven, and so on): what pays for one request need not pay for many.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Rate:
         self.tokens = self.ns = 0.0
         self.num_rounds = 0
 
-    def add(self, tokens: int, ns: float) -> None:
+    def add(self, tokens: float, ns: float) -> None:
         """A round."""
         if self.num_rounds:
             ns = min(ns, _LONG_ROUND * self.ns / self.weight)
@@ -75,6 +76,17 @@ class Rate:
         return self.tokens / self.ns if self.ns else 0.0
 
 
+class Pace:
+    """How fast one request is served, in batches of about one size."""
+
+    def __init__(self) -> None:
+        self.all = Rate()
+        self.speculative = Rate()
+        """In rounds with proposals, since the last trial began."""
+        self.plain = Rate()
+        """In rounds without."""
+
+
 class Measures:
     """Owned by the speculator, shared by all its requests."""
 
@@ -88,16 +100,24 @@ class Measures:
         self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
         """How often a looked-up token is right if those before it were, by the tokens that matched."""
         self._acceptance = Ratio(0.5)
-        self._all = Rate()
-        self._speculative = Rate()
-        self._plain = Rate()
+        self._paces: dict[int, Pace] = {}
         self._turnaround_ns = 0.0
-        self._num_active = 1
+        self.num_active = 1
+        """Requests that share the coming round."""
+
+    @property
+    def batch_class(self) -> int:
+        """Batch sizes of one class are held to be alike."""
+        return self.num_active.bit_length()
+
+    @property
+    def _pace(self) -> Pace:
+        return self._paces.setdefault(self.batch_class, Pace())
 
     @property
     def is_known(self) -> bool:
         """Whether there is enough to plan by."""
-        return self.target.is_known and self.step.is_known and self._all.num_rounds >= _KNOWN_AFTER
+        return self.target.is_known and self.step.is_known and self._pace.all.num_rounds >= _KNOWN_AFTER
 
     @property
     def acceptance(self) -> float:
@@ -107,7 +127,7 @@ class Measures:
     @property
     def price(self) -> float:
         """Tokens lost a ns, when all requests wait."""
-        return self._all.value * self._num_active
+        return self._pace.all.value * self.num_active
 
     @property
     def price_of_row(self) -> float:
@@ -117,19 +137,20 @@ class Measures:
     @property
     def speculative_rate(self) -> float:
         """Of one request in rounds with proposals, since the last trial began."""
-        return self._speculative.value
+        return self._pace.speculative.value
 
     @property
     def plain_rate(self) -> float:
         """Of one request in rounds without: as measured while resting, else what the target's times say."""
-        if self._plain.num_rounds >= _KNOWN_AFTER:
-            return self._plain.value
-        return 1 / self.target.predict_ns(self._num_active)
+        plain = self._pace.plain
+        if plain.num_rounds >= _KNOWN_AFTER:
+            return plain.value
+        return 1 / self.target.predict_ns(self.num_active)
 
     @property
     def num_speculated(self) -> int:
         """Rounds with proposals since the last trial began."""
-        return self._speculative.num_rounds
+        return self._pace.speculative.num_rounds
 
     def verification_ns(self, rows: int) -> float:
         """From a proposal's sending to the target's choices."""
@@ -144,7 +165,7 @@ class Measures:
         if not self.is_known:
             return None
         return PlanFigures(
-            verify_ms=self.target.predict_ns(self._num_active) / 1e6,
+            verify_ms=self.target.predict_ns(self.num_active) / 1e6,
             verify_row_ms=self.target.slope_ns / 1e6,
             step_ms=self.step.predict_ns(1) / 1e6,
             step_row_ms=self.step.slope_ns / 1e6,
@@ -156,13 +177,17 @@ class Measures:
 
     def start_trial(self) -> None:
         """Forget how fast speculation was."""
-        self._speculative = Rate()
+        self._pace.speculative = Rate()
 
-    def add_round(self, *, tokens: int, ns: float, is_plain: bool, num_active: int) -> None:
-        """One request committed `tokens`, `ns` after its last ones."""
-        self._num_active = num_active
-        self._all.add(tokens, ns)
-        (self._plain if is_plain else self._speculative).add(tokens, ns)
+    def add_round(self, *, tokens: float, ns: float, is_plain: bool | None) -> None:
+        """A round of the batch took `ns`, from decision to decision, and gave each request `tokens` tokens.
+
+        is_plain: whether it had no proposals; None: neither with them nor without them is it typical.
+        """
+        pace = self._pace
+        pace.all.add(tokens, ns)
+        if is_plain is not None:
+            (pace.plain if is_plain else pace.speculative).add(tokens, ns)
 
     def add_continuation(self, *, was_accepted: bool) -> None:
         """The target reached a node with children; it went on to one, or did not."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.sampling import choose_coupled
 from pipeline.messages import BeginDraft
 from stages.draft_speculator.draft_source import DraftSource, Drawing, ExtendJob
-from stages.draft_speculator.draft_tree import DraftTree, NextTokens, Rerooting
+from stages.draft_speculator.draft_tree import DraftTree, Rerooting
 from stages.draft_speculator.drawn_tokens import Drawer
 from stages.grammar import GrammarCompiler, begin_grammar
 from stages.model.batch import ForwardBatch, SequenceRows
@@ -132,38 +132,67 @@ class ModelDraft(DraftSource):
             token_ids += [tree.token_ids[node] for node in job.nodes]
             positions += [tree.position(node) for node in job.nodes]
             sequences.append(_sequence_rows(tree, job.nodes, self._requests[job.request_id].kv))
+            drawer = self._requests[job.request_id].drawer
+            if drawer is not None:
+                drawer.note_committed(tree)  # a prompt is read, and forgotten by the tree, in parts
         logits = self._runner.forward(
             ForwardBatch(token_ids=token_ids, positions=positions, sequences=sequences, logit_rows=logit_rows)
         )
-        logits = logits[:, : len(self._vocab_ids)]
+        self._rank(jobs, logits[:, : len(self._vocab_ids)])
+        for job in jobs:
+            for node in job.nodes:
+                job.tree.is_read[node] = True
+
+    def _rank(self, jobs: Sequence[ExtendJob], logits: Tensor) -> None:
+        """Set what may follow the nodes from the roots on. logits: [those nodes of all jobs, V]."""
+        ranked: list[tuple[DraftTree, int]] = []
+        scored: list[Tensor] = []
+        is_changed = False
         row = 0
         for job in jobs:
-            tree = job.tree
-            wanted = [node for node in job.nodes if node >= tree.root]
-            following = self._following(job, wanted, logits[row : row + len(wanted)])
-            for node, tokens in zip(wanted, following, strict=True):
-                tree.next_tokens[node] = tokens
-            for node in job.nodes:
-                tree.is_read[node] = True
-            row += len(wanted)
+            nodes = [node for node in job.nodes if node >= job.tree.root]
+            if not nodes:
+                continue
+            rows = logits[row : row + len(nodes)]
+            row += len(nodes)
+            if self._requests[job.request_id].drawer is not None:
+                self._draw(job, nodes, rows)
+                is_changed = True
+            else:
+                ranked += [(job.tree, node) for node in nodes]
+                scored.append(self._score(job, nodes, rows))
+                is_changed |= scored[-1] is not rows
+        if not ranked:
+            return
+        together = torch.cat(scored) if is_changed else logits
+        values, columns = _best(together, self._num_ranked)
+        totals = together.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
+        for (tree, node), scores, *few, total in zip(
+            ranked, together, columns.tolist(), values.tolist(), totals, strict=True
+        ):
+            few_best = list(zip(*few, strict=True))
+            tree.next_tokens[node] = LogitsRow(scores, few_best, total, self._token_ids)
 
-    def _following(self, job: ExtendJob, nodes: list[int], logits: Tensor) -> Sequence[NextTokens]:
-        """What may follow each of the nodes. logits: [nodes, V]."""
-        tree, request = job.tree, self._requests[job.request_id]
-        paths = [tree.path(node) for node in nodes] if request.law.reads_paths else ()
-        if request.drawer is not None:
-            fan_outs = job.fan_outs[len(job.nodes) - len(nodes) :]
-            return request.drawer.next_tokens(tree, nodes, request.law.log_law(logits, paths), fan_outs)
+    def _draw(self, job: ExtendJob, nodes: list[int], logits: Tensor) -> None:
+        """Draw what may follow the nodes. logits: [nodes, V]."""
+        request, tree = self._requests[job.request_id], job.tree
+        assert request.drawer is not None, "only asked for where children are drawn"
+        fan_outs = job.fan_outs[len(job.nodes) - len(nodes) :]
+        law = request.law.log_law(logits, self._paths(job, nodes))
+        for node, tokens in zip(nodes, request.drawer.next_tokens(tree, nodes, law, fan_outs), strict=True):
+            tree.next_tokens[node] = tokens
+
+    def _score(self, job: ExtendJob, nodes: list[int], logits: Tensor) -> Tensor:
+        """What the tokens after the nodes are ranked by, [nodes, V]. logits: the same shape."""
+        law, paths = self._requests[job.request_id].law, self._paths(job, nodes)
         if self._drawing is Drawing.COUPLED:
-            scored = request.law.perturb(logits, [tree.position(node) + 1 for node in nodes], paths)
-        else:
-            scored = request.law.log_law(logits, paths)
-        values, columns = _best(scored, self._num_ranked)
-        totals = scored.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
-        return [
-            LogitsRow(scores, list(zip(*few, strict=True)), total, self._token_ids)
-            for scores, *few, total in zip(scored, columns.tolist(), values.tolist(), totals, strict=True)
-        ]
+            return law.perturb(logits, [job.tree.position(node) + 1 for node in nodes], paths)
+        return law.log_law(logits, paths)
+
+    def _paths(self, job: ExtendJob, nodes: list[int]) -> list[list[int]]:
+        """The tokens below the root down to each node, where the request's law asks for them."""
+        reads_paths = self._requests[job.request_id].law.reads_paths
+        return [job.tree.path(node) for node in nodes] if reads_paths else []
 
     def reroot(self, request_id: str, rerooting: Rerooting, tree: DraftTree) -> None:
         """Move the KV of what stays behind the committed tokens."""

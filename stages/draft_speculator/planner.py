@@ -8,6 +8,9 @@ The engine's own speed is the price of time: at R tokens a second each milliseco
   waiting for longer than it is worth;
 - where speculation as a whole is slower than plain decoding, it rests, and tries again later.
 
+A forward and a draft step serve all requests of a batch, and whoever makes the target wait makes all wait: so
+time is priced at the speed of all of them together, and steps are weighed for all that share them.
+
 These rules maximise Theorem 7 of arXiv 2603.03251: a ratio of tokens to time is largest, R, where the most
 that tokens - R * time can be is 0. All figures are measured as the engine runs.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipeline.messages import PlanFigures
 from stages.draft_speculator.growth import Entry, Shape
@@ -44,17 +48,20 @@ class Planner:
         """What a token of this log-probability, as the draft has it, counts for in the ranking of nodes."""
         return log_prob
 
-    def waiting_reads(self, log_values: Sequence[float]) -> int:
-        """How many of these nodes, best first, to read in a step that the target waits for; 0: no step."""
-        worth = sum(value >= self._min_log_prob for value in log_values)
-        return min(worth, self._shape.rows)
+    def waiting_reads(self, log_values: Sequence[Sequence[float]]) -> list[int]:
+        """How many nodes of each request to read in a step that the target waits for; all 0: no step.
 
-    def branch_reads(self, log_values: Sequence[float], *, left_ns: float) -> int:
+        log_values: of the nodes that each request could read, best first.
+        """
+        worth = [sum(value >= self._min_log_prob for value in values) for values in log_values]
+        return [min(count, self._shape.rows) for count in worth]
+
+    def branch_reads(self, log_values: Sequence[Sequence[float]], *, left_ns: float) -> list[int]:
         """The same for a step that prepares outcomes.
 
-        left_ns: until the real one is expected, negative where it is overdue.
+        left_ns: until the real ones are expected, negative where they are overdue.
         """
-        return min(len(log_values), self._shape.rows)
+        return [min(len(values), self._shape.rows) for values in log_values]
 
     def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
         """The nodes of a selection that are worth verifying; those above a kept one are kept.
@@ -67,24 +74,26 @@ class Planner:
         """The tokens of a looked-up chain that are worth verifying."""
         return list(chain)
 
-    def pays_to_wait(self, looked_up: Sequence[LookedUp]) -> bool:
-        """Whether to draft after a miss, while the target waits, with `backup=auto`.
+    def pays_to_wait(self, looked_up: Sequence[Sequence[LookedUp]]) -> bool:
+        """Whether to draft after misses, while the target waits, with `backup=auto`.
 
-        looked_up: what can be proposed at once instead.
+        looked_up: what can be proposed at once instead, for each request that missed.
         """
         measures = self.measures
         if not measures.is_known:
             return True
-        chance, by_looking = 1.0, 0.0
-        for token in looked_up:
-            chance *= measures.look_up[token.matched].value
-            by_looking += max(chance - measures.price_of_row, 0.0)
+        row_price, by_looking = measures.price_of_row, 0.0
+        for chain in looked_up:
+            chance = 1.0
+            for token in chain:
+                chance *= measures.look_up[token.matched].value
+                by_looking += max(chance - row_price, 0.0)
+        num_missed = len(looked_up)
+        step_price = measures.price * measures.step.predict_ns(num_missed)
         chance, by_drafting = 1.0, 0.0
         for _ in range(self._shape.depth):
             chance *= measures.acceptance
-            by_drafting += max(
-                chance - measures.price * measures.step.predict_ns(1) - measures.price_of_row, 0.0
-            )
+            by_drafting += max(num_missed * (chance - row_price) - step_price, 0.0)
         return by_drafting > by_looking
 
     def num_branches(self) -> int:
@@ -96,7 +105,7 @@ class Planner:
         return False
 
     def rest_rounds(self) -> int:
-        """Rounds to decode plainly from now on; asked once a round."""
+        """Rounds that the whole batch decodes plainly from now on; asked once a round."""
         return 0
 
     def figures(self) -> PlanFigures | None:
@@ -110,10 +119,10 @@ class OnlinePlanner(Planner):
     def __init__(self, shape: Shape, measures: Measures, *, min_path_prob: float, budget: int) -> None:
         """shape and budget are the most that is ever used."""
         super().__init__(shape, measures, min_path_prob=min_path_prob, budget=budget)
-        self._judge_after = _FIRST_PROBE
-        self._next_rest = _FIRST_REST
+        self._trials: dict[int, _Trial] = {}
+        """By the class of batch sizes."""
         self._branch_rows = 1.0
-        """Mean rows of the branch steps."""
+        """Mean rows of the branch steps, a request."""
 
     def log_value(self, log_prob: float) -> float:
         """The learned chance of acceptance."""
@@ -123,40 +132,46 @@ class OnlinePlanner(Planner):
         """Every step is weighed."""
         return self.measures.is_known
 
-    def waiting_reads(self, log_values: Sequence[float]) -> int:
-        """As many as win most beyond their price; on trial, what the root needs in any case."""
+    def waiting_reads(self, log_values: Sequence[Sequence[float]]) -> list[int]:
+        """As many as win most beyond their price; on trial, what the roots need in any case."""
         if not self.measures.is_known:
             return super().waiting_reads(log_values)
         measures = self.measures
-        if self._is_on_trial and log_values[0] == 0.0:
-            return 1
+        pool = _pool(log_values, most=self._shape.rows)
+        acceptance, price, row_ns = measures.acceptance, measures.price, measures.target.slope_ns
         best, best_gain, won = 0, 0.0, 0.0
-        for count, value in enumerate(log_values[: self._shape.rows], start=1):
-            won += math.exp(value) * measures.acceptance
-            lost_ns = measures.step.predict_ns(count) + count * measures.target.slope_ns
-            gain = won - measures.price * lost_ns
+        times_ns = measures.step.predict_up_to(len(pool))
+        for count, ((value, _), step_ns) in enumerate(zip(pool, times_ns, strict=True), start=1):
+            won += math.exp(value) * acceptance
+            gain = won - price * (step_ns + count * row_ns)
             if gain > best_gain:
                 best, best_gain = count, gain
-        return best
+        counts = _count_each(pool[:best], len(log_values))
+        if not self._is_on_trial:
+            return counts
+        return [
+            max(count, int(bool(values) and values[0] == 0.0))
+            for count, values in zip(counts, log_values, strict=True)
+        ]
 
-    def branch_reads(self, log_values: Sequence[float], *, left_ns: float) -> int:
+    def branch_reads(self, log_values: Sequence[Sequence[float]], *, left_ns: float) -> list[int]:
         """As many as win most for their time; what makes the target wait has its price."""
         if not self.measures.is_known:
             return super().branch_reads(log_values, left_ns=left_ns)
         measures = self.measures
-        steps_ns = [measures.step.predict_ns(1 + i) for i in range(min(len(log_values), self._shape.rows))]
-        late_ns = measures.delays.late_ns(steps_ns, left_ns=left_ns)
+        pool = _pool(log_values, most=self._shape.rows)
+        acceptance, price = measures.acceptance, measures.price
         best, best_rate, won = 0, 0.0, 0.0
-        for count, (value, step, late) in enumerate(
-            zip(log_values, steps_ns, late_ns, strict=False), start=1
-        ):
-            won += math.exp(value) * measures.acceptance
-            rate = (won - measures.price * late) / step
+        times_ns = measures.step.predict_up_to(len(pool))
+        late_ns = measures.delays.late_ns(times_ns, left_ns=left_ns)
+        for count, ((value, _), step, late) in enumerate(zip(pool, times_ns, late_ns, strict=True), start=1):
+            won += math.exp(value) * acceptance
+            rate = (won - price * late) / step
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:
-            self._branch_rows += 0.1 * (best - self._branch_rows)
-        return best
+            self._branch_rows += 0.1 * (best / measures.num_active - self._branch_rows)
+        return _count_each(pool[:best], len(log_values))
 
     def keep(self, entries: Sequence[Entry], *, other_rows: int) -> list[Entry]:
         """The likeliest, as many as win most beyond the price of their rows; on trial, at least one."""
@@ -194,8 +209,10 @@ class OnlinePlanner(Planner):
         measures = self.measures
         if not measures.is_known:
             return super().num_branches()
+        batch = measures.num_active
         rows = max(round(self._branch_rows), 1)
-        steps = measures.verification_ns(1 + self._shape.depth) / measures.step.predict_ns(rows) - 1
+        verification_ns = measures.verification_ns(batch * (1 + self._shape.depth))
+        steps = verification_ns / measures.step.predict_ns(batch * rows) - 1
         return max(min(self._budget, round(steps * rows)), min(_FEWEST_BRANCHES, self._budget))
 
     def figures(self) -> PlanFigures | None:
@@ -204,17 +221,43 @@ class OnlinePlanner(Planner):
 
     @property
     def _is_on_trial(self) -> bool:
-        return self.measures.num_speculated < self._judge_after
+        return self.measures.num_speculated < self._trial.judge_after
+
+    @property
+    def _trial(self) -> _Trial:
+        return self._trials.setdefault(self.measures.batch_class, _Trial())
 
     def rest_rounds(self) -> int:
         """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before."""
-        measures = self.measures
+        measures, trial = self.measures, self._trial
         if self._is_on_trial or not measures.is_known:
             return 0
         if measures.speculative_rate >= _REST_BELOW * measures.plain_rate:
-            self._next_rest = _FIRST_REST
+            trial.next_rest = _FIRST_REST
             return 0
-        rest, self._next_rest = self._next_rest, min(self._next_rest * 2, _LONGEST_REST)
-        self._judge_after = _PROBE
+        rest, trial.next_rest = trial.next_rest, min(trial.next_rest * 2, _LONGEST_REST)
+        trial.judge_after = _PROBE
         measures.start_trial()
         return rest
+
+
+@dataclass(slots=True)
+class _Trial:
+    """How long speculation is tried before it is judged, and how long it rests if it does not pay."""
+
+    judge_after: int = _FIRST_PROBE
+    next_rest: int = _FIRST_REST
+
+
+def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:
+    """The nodes of all requests, best first, with the request of each; of each request at most `most`."""
+    pool = [(value, request) for request, values in enumerate(log_values) for value in values[:most]]
+    pool.sort(key=lambda node: -node[0])
+    return pool
+
+
+def _count_each(pool: Sequence[tuple[float, int]], num_requests: int) -> list[int]:
+    counts = [0] * num_requests
+    for _, request in pool:
+        counts[request] += 1
+    return counts

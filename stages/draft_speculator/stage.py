@@ -1,23 +1,23 @@
 """The draft-speculator: guesses tokens, and owns the speculation cache.
 
 After an `Outcome` it answers with the next `Proposal`: from the cache on a hit, drafted now on a miss, and
-always drafted in linear speculation. With `prepare_outcomes` it then goes on while the target verifies:
-it reads what it proposed (the glue step), sends the predictor the likeliest tokens after every node, and
-drafts a continuation for each outcome of the returned plan, one level a slice. `Stage.work` is called
-only while the inbox is empty, so an outcome interrupts the drafting between two steps, and what is ready
-is served.
+always drafted in linear speculation. The outcomes of a batch are answered together, because whoever has to
+be waited for keeps all others waiting. With `prepare_outcomes` it then goes on while the target verifies: it
+reads what it proposed (the glue step), sends the predictor the likeliest tokens after every node, and drafts
+a continuation for each outcome of the returned plan, one level a slice. `Stage.work` is called only while the
+inbox is empty, so an outcome interrupts the drafting between two steps, and what is ready is served.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from conf.proposal_size import submitted_nodes
 from conf.schema import Backup, PlanMode, RunConfig
-from pipeline.errors import EngineDead, ProtocolError, RequestError
+from pipeline.errors import RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
@@ -25,41 +25,33 @@ from pipeline.messages import (
     EndDraft,
     Outcome,
     Plan,
-    Proposal,
     ProposalSource,
     SpeculatorMessage,
     StageName,
 )
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
-from pipeline.tensor_pool import PoolSpec
-from stages.draft_speculator.draft_laws import LawWriter, candidates_of, fan_outs_below
-from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
-from stages.draft_speculator.draft_source import DraftSource, ExtendJob
+from stages.draft_speculator.candidate_pools import CandidatePools
+from stages.draft_speculator.checks import check_outcome, check_plan
+from stages.draft_speculator.draft_laws import LawWriter, candidates_of
+from stages.draft_speculator.draft_reader import DraftReader
+from stages.draft_speculator.draft_request import DraftRequest, Phase
+from stages.draft_speculator.draft_source import DraftSource
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.drawn_tokens import DrawnTokens
-from stages.draft_speculator.fillers import hang, random_tokens
-from stages.draft_speculator.growth import Anchor, Entry, Shape, grow, select, settle
-from stages.draft_speculator.learning import learn
+from stages.draft_speculator.growth import Anchor, Entry, Shape, add_unread, find_unread, select
+from stages.draft_speculator.learning import RoundTally, learn_acceptance
 from stages.draft_speculator.load_source import load_source
 from stages.draft_speculator.measures import Measures
-from stages.draft_speculator.ngram_draft import LookedUp, NgramIndex
+from stages.draft_speculator.ngram_draft import NgramIndex
 from stages.draft_speculator.planner import OnlinePlanner, Planner
+from stages.draft_speculator.proposal_writer import ProposalWriter
 from stages.model.kernel_trace import TorchTracer
 
 _log = get_logger(__name__)
 
-_SLOTS_PER_REQUEST = 4
-"""Candidate tensors a request may have under way: the predictor is at most a round behind."""
-_MOST_STEP_ROWS = 32
-"""Of one request: a reading of more is that of a prompt, and says little about steps."""
-_KIND_OF_PHASE = {
-    Phase.READING: SpanKind.READ,
-    Phase.DRAFTING: SpanKind.DRAFT,
-    Phase.GLUING: SpanKind.GLUE,
-    Phase.BRANCHING: SpanKind.BRANCH,
-}
-"""What a profile calls the reading of each phase."""
+_MOST_BEHIND = 32
+"""Committed tokens that a draft step may read beside what it drafts. The target does not wait for more."""
 
 
 class DraftSpeculator(Stage):
@@ -81,11 +73,13 @@ class DraftSpeculator(Stage):
         self._most_submitted = submitted_nodes(speculation)
         self._budget = speculation.budget if self._has_cache else 0
         self._measures = Measures()
+        self._tally = RoundTally(self._measures)
         planner = OnlinePlanner if speculation.plan is PlanMode.auto else Planner
         self._planner = planner(
             self._shape, self._measures, min_path_prob=speculation.min_path_prob, budget=self._budget
         )
         self._requests: dict[str, DraftRequest] = {}
+        self._is_turn_of_reading = True
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -102,21 +96,22 @@ class DraftSpeculator(Stage):
         self._source = self._source_given or load_source(
             self._config, max_nodes=self._max_nodes, num_ranked=self._shape.most_children
         )
-        self._laws = LawWriter.of(self._config, self._source, self._context.pools)
+        self._reader = DraftReader(self._source, self._measures, self._spans)
+        self._proposals = ProposalWriter(
+            self._shape,
+            self._planner,
+            LawWriter.of(self._config, self._source, self._context.pools),
+            backup=self._backup,
+            num_look_up=self._num_look_up,
+        )
         if self._has_cache:
-            num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
-            shape = (self._most_submitted + 1, self._num_candidates)
-            self._id_pool = self._context.pools.export(
-                PoolSpec(name="candidate_ids", num_slots=num_slots, shape=shape, dtype="int32")
+            # The predictor may want as many tokens beside the children of a node as there are branches.
+            self._candidate_pools = CandidatePools(
+                self._context.pools,
+                max_rows=self._most_submitted + 1,
+                width=self._budget + self._shape.most_children + (self._num_look_up > 0),
+                num_requests=self._config.max_requests,
             )
-            self._log_prob_pool = self._context.pools.export(
-                PoolSpec(name="candidate_log_probs", num_slots=num_slots, shape=shape, dtype="float32")
-            )
-
-    @property
-    def _num_candidates(self) -> int:
-        """Tokens that the predictor is told of after each node: it may want as many beside the children."""
-        return self._budget + self._shape.most_children + (self._num_look_up > 0)
 
     def kernel_tracer(self) -> KernelTracer:
         """What PyTorch does for the draft."""
@@ -138,6 +133,9 @@ class DraftSpeculator(Stage):
                     self._source.end(message.request_id)
             case Outcome():
                 self._take_outcome(message)
+                if message.num_following == 0:
+                    self._tally.end(message)
+                    self._answer()
             case Plan():
                 self._take_plan(message)
 
@@ -162,8 +160,7 @@ class DraftSpeculator(Stage):
         self._requests[message.request_id] = request
         num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
-            # The prefill is round 0 with an empty proposal: its outcome can be prepared like any other.
-            request.phase = Phase.GLUING if self._has_cache else Phase.READING
+            request.phase = Phase.READING
         elif limit is not None and num_prompt >= limit:
             _log.warning(
                 "request %s goes on without a draft: its prompt has %d tokens, the draft reads at most %d",
@@ -178,8 +175,9 @@ class DraftSpeculator(Stage):
             self.num_late_messages += 1
             return
         tree = request.tree
-        _check_outcome(outcome, request)
-        learn(self._measures, request, outcome, num_active=len(self._requests))
+        check_outcome(outcome, request)
+        learn_acceptance(self._measures, request, outcome)
+        self._tally.add(request, outcome)
         if request.text is not None:
             accepted = tree.path(tree.proposal_node(outcome.accepted_node))
             request.text.append([*accepted, outcome.bonus_token])
@@ -188,49 +186,95 @@ class DraftSpeculator(Stage):
             self._source.reroot(request.request_id, rerooting, tree)
         tree.drop_read_prefix()
         request.next_round()
-        if request.rest_left > 0:
-            self._rest(request)
-        elif request.can_draft and (rest := self._planner.rest_rounds()):
-            request.rest_left = rest
-            request.source, request.ready_length = ProposalSource.DRAFT, 0
-            self._submit(request, [], [])
-            request.is_resting, request.phase = True, Phase.IDLE
-        else:
-            self._answer(request)
+        request.phase = Phase.ANSWERING
 
-    def _rest(self, request: DraftRequest) -> None:
-        """The target runs a round by itself. During the last one the draft reads what it has missed."""
-        request.rest_left -= 1
-        if request.rest_left > 0 or self._useful_depth(request, request.tree.committed_len + 1) == 0:
-            request.phase = Phase.IDLE
-        else:
-            request.phase = Phase.GLUING if self._has_cache else Phase.READING
+    def _answer(self) -> None:
+        """Answer all outcomes of a forward: with what is ready, with what is drafted now, or to rest."""
+        requests = self._in_phase(Phase.ANSWERING)
+        resting = [request for request in requests if request.rest_left > 0]
+        if resting:
+            # The target runs the coming round of these by itself. What has joined rests as long as they do.
+            rounds = resting[0].rest_left - 1
+            for request in requests:
+                if request.rest_left > 0:
+                    self._rest(request, rounds)
+                else:
+                    self._begin_rest(request, rounds)
+            return
+        if any(r.can_draft for r in requests) and (rounds := self._planner.rest_rounds()):
+            for request in requests:
+                self._begin_rest(request, rounds)
+            return
+        hits: list[DraftRequest] = []
+        missed: list[DraftRequest] = []
+        for request in requests:
+            request.is_resting = False
+            request.is_behind = len(request.tree.unread_committed()) > _MOST_BEHIND
+            if request.is_behind:
+                self._answer_unprepared(request)
+            else:
+                (hits if self._look_up(request) else missed).append(request)
+        for request in hits:
+            request.steps_left = self._shape.depth if self._planner.drafts_on() else 0
+        may_wait = self._may_wait(missed, has_hits=bool(hits))
+        for request in missed:
+            request.steps_left = self._shape.depth if may_wait else 0
+        self._draft([*hits, *missed])
 
-    def _answer(self, request: DraftRequest) -> None:
-        """Serve what is ready, or draft, or fill in."""
+    def _begin_rest(self, request: DraftRequest, rounds: int) -> None:
+        """Propose nothing now, nor for so many rounds after this one."""
+        request.rest_left = rounds
+        request.source, request.ready_length = ProposalSource.DRAFT, 0
+        self._propose(request, [], useful=0)
+        request.is_resting = True
+        self._rest(request, rounds)
+
+    def _rest(self, request: DraftRequest, rounds: int) -> None:
+        """Let the target run this round, and so many after it. During the last, read what was missed."""
+        request.rest_left = rounds
+        is_last = rounds == 0 and self._useful_depth(request, request.tree.committed_len + 1) > 0
+        request.phase = Phase.READING if is_last else Phase.IDLE
+
+    def _look_up(self, request: DraftRequest) -> bool:
+        """Whether something was prepared for the outcome that came."""
         start_ns = time.monotonic_ns()
-        tree, depth = request.tree, self._shape.depth
-        request.is_resting = False
-        ready = self._select(tree, depth=depth) if self._has_cache else []
+        ready = self._select(request.tree, depth=self._shape.depth) if self._has_cache else []
         request.ready_length = len(ready)
-        if self._has_cache:
-            self._note(SpanKind.LOOKUP, (start_ns, time.monotonic_ns()), request, count=len(ready))
-        if ready:
-            request.source = ProposalSource.HIT
-            may_wait = self._planner.drafts_on()
-        else:
-            request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
-            may_wait = self._may_draft(request)
-        request.phase = Phase.DRAFTING
-        request.steps_left = depth if may_wait else 0
-        self._draft(request)
+        if self._has_cache and self._spans.is_on:
+            self._spans.add(
+                SpanKind.LOOKUP,
+                start_ns,
+                time.monotonic_ns(),
+                request_id=request.request_id,
+                round_id=request.round_id,
+                count=len(ready),
+            )
+        miss = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
+        request.source = ProposalSource.HIT if ready else miss
+        return bool(ready)
 
-    def _may_draft(self, request: DraftRequest) -> bool:
-        """Whether the draft computes although nothing is ready, and the target waits."""
+    def _may_wait(self, missed: list[DraftRequest], *, has_hits: bool) -> bool:
+        """Whether the target may wait while proposals for the missed outcomes are drafted.
+
+        Those that hit never wait for the others by configuration alone: a round later a missed one is ready,
+        too. The planner, where it has figures, weighs every step instead.
+        """
+        if has_hits and not self._planner.drafts_on():
+            return False
         if self._backup is not Backup.auto:
             return self._backup is Backup.sequential
-        useful = self._useful_depth(request, request.tree.committed_len)
-        return self._planner.pays_to_wait(self._filler(request, useful))
+        return self._planner.pays_to_wait(
+            [self._proposals.look_up(r, self._useful_depth(r, r.tree.committed_len)) for r in missed]
+        )
+
+    def _answer_unprepared(self, request: DraftRequest) -> None:
+        """The draft is far behind: let the target go on, and read meanwhile."""
+        request.ready_length = 0
+        request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
+        committed_len = request.tree.committed_len
+        self._propose(request, [], useful=self._useful_depth(request, committed_len))
+        if self._useful_depth(request, committed_len + 1) > 0:
+            request.phase = Phase.READING
 
     def _select(self, tree: DraftTree, *, depth: int) -> list[Entry]:
         return select(tree, tree.root, self._shape, depth=depth, valuation=self._planner.log_value)
@@ -241,7 +285,7 @@ class DraftSpeculator(Stage):
             self.num_late_messages += 1
             return
         tree = request.tree
-        _check_plan(plan, request)
+        check_plan(plan, request)
         request.fan_outs = plan.next_fan_outs
         for accepted_index, bonus_token, log_prob in zip(
             plan.nodes, plan.token_ids, plan.log_probs, strict=True
@@ -254,73 +298,48 @@ class DraftSpeculator(Stage):
             if node is not None and all(node != branch.node for branch in request.branches):
                 request.branches.append(Anchor(node, useful, min(log_prob, 0.0)))
         request.phase = Phase.BRANCHING
-        self._grow_branches(request)
 
     # --- work ------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """One draft step: for the requests that the target waits for, else for one kind of preparation."""
-        for phase in (Phase.DRAFTING, Phase.READING, Phase.GLUING, Phase.BRANCHING):
-            requests = [request for request in self._requests.values() if request.phase is phase]
-            if requests:
-                self._step(phase, requests)
-                return True
+        """One draft step: for the requests that the target waits for, else for one kind of preparation.
+
+        A chunk of a prompt is read in every other slice, so that neither it nor the preparation has to wait
+        for the end of the other.
+        """
+        if drafting := self._in_phase(Phase.DRAFTING):
+            self._reader.step(SpanKind.DRAFT, drafting)
+            self._draft(drafting)
+            return True
+        reading = self._in_phase(Phase.READING)
+        if not (reading and self._is_turn_of_reading) and self._prepare():
+            self._is_turn_of_reading = True
+            return True
+        if reading:
+            self._is_turn_of_reading = False
+            self._reader.read_chunk(reading, size=self._config.placement.prefill_chunk)
+            for request in reading:
+                if request.tree.is_read[request.tree.root]:
+                    request.phase = Phase.GLUING if self._has_cache else Phase.IDLE
+        return bool(reading)
+
+    def _prepare(self) -> bool:
+        """One step towards the coming outcomes; whether there was one to take."""
+        if gluing := self._in_phase(Phase.GLUING):
+            self._reader.step(SpanKind.GLUE, gluing)
+            for request in gluing:
+                self._outbox.send(StageName.PREDICTOR, self._candidates(request))
+                request.phase = Phase.PLANNING
+            return True
+        if branching := self._in_phase(Phase.BRANCHING):
+            branching = self._choose_branches(branching)
+            if branching:
+                self._reader.step(SpanKind.BRANCH, branching)
+            return bool(branching)
         return False
 
-    def _step(self, phase: Phase, requests: list[DraftRequest]) -> None:
-        jobs = [
-            ExtendJob(request_id=r.request_id, tree=r.tree, nodes=nodes, fan_outs=self._fan_outs(r, nodes))
-            for r in requests
-            if (nodes := self._nodes_to_read(r))
-        ]
-        if jobs:
-            start_ns = time.monotonic_ns()
-            self._source.extend(jobs)
-            span = (start_ns, time.monotonic_ns())
-            if (num_rows := sum(len(job.nodes) for job in jobs)) <= _MOST_STEP_ROWS * len(jobs):
-                self._measures.step.add(num_rows, span[1] - span[0])
-            self._note(_KIND_OF_PHASE[phase], span, self._requests[jobs[0].request_id], count=num_rows)
-            for job in jobs:
-                self._requests[job.request_id].spans.append(span)
-                # Shifts tree indices only where committed tokens were unread, and then no chain and no
-                # branch exists yet that could hold one.
-                job.tree.drop_read_prefix()
-        for request in requests:
-            request.pending = []
-            if phase is Phase.DRAFTING:
-                self._draft(request)
-            elif phase is Phase.READING:
-                request.phase = Phase.IDLE
-            elif phase is Phase.GLUING:
-                self._send_candidates(request)
-            else:
-                self._grow_branches(request)
-
-    def _note(self, kind: SpanKind, span: tuple[int, int], request: DraftRequest, *, count: int) -> None:
-        """Record a span for a profile, if there is one."""
-        if self._spans.is_on:
-            self._spans.add(
-                kind, *span, request_id=request.request_id, round_id=request.round_id, count=count
-            )
-
-    def _nodes_to_read(self, request: DraftRequest) -> list[int]:
-        """What the request's phase reads next; committed tokens that are not read always come first."""
-        tree = request.tree
-        below = tree.proposal if request.phase is Phase.GLUING else request.pending
-        unread = [
-            node
-            for node in below
-            if node > tree.root and not tree.is_read[node] and self._is_readable(tree, node)
-        ]
-        return [*tree.unread_committed(), *sorted(unread)]
-
-    def _fan_outs(self, request: DraftRequest, nodes: list[int]) -> list[int]:
-        anchors = [branch.node for branch in request.branches]
-        return fan_outs_below(request.tree, nodes, anchors=anchors, by_depth=request.fan_outs)
-
-    def _is_readable(self, tree: DraftTree, node: int) -> bool:
-        limit = self._source.max_position
-        return limit is None or tree.position(node) < limit
+    def _in_phase(self, phase: Phase) -> list[DraftRequest]:
+        return [request for request in self._requests.values() if request.phase is phase]
 
     def _useful_depth(self, request: DraftRequest, committed_len: int) -> int:
         return request.useful_depth(
@@ -331,163 +350,92 @@ class DraftSpeculator(Stage):
         """Nodes that may be added, so that a proposal can still be settled after them."""
         return self._max_nodes - (len(tree) - 1 - tree.root) - self._most_submitted
 
-    def _draft(self, request: DraftRequest) -> None:
-        """Choose what the proposal reads next; send it when it is complete."""
-        tree = request.tree
-        useful = self._useful_depth(request, tree.committed_len)
-        anchor = Anchor(tree.root, useful)
-        if useful > 0 and request.steps_left > 0:
-            request.pending = grow(
-                tree,
-                [anchor],
-                self._shape,
-                room=self._room(tree),
-                num_reads=self._planner.waiting_reads,
-                valuation=self._planner.log_value,
+    def _draft(self, requests: list[DraftRequest]) -> None:
+        """Choose what the proposals read next; send those that are complete."""
+        anchors: list[list[Anchor]] = []
+        for request in requests:
+            useful = self._useful_depth(request, request.tree.committed_len)
+            anchors.append(
+                [Anchor(request.tree.root, useful)] if useful > 0 and request.steps_left > 0 else []
             )
-            if any(self._is_readable(tree, node) for node in request.pending):
+        self._choose_reads(requests, anchors, self._planner.waiting_reads)
+        for request, below in zip(requests, anchors, strict=True):
+            if request.pending:
                 request.steps_left -= 1
-                return
-        selection = anchor.selection
-        if selection is None:
-            selection = self._select(tree, depth=useful)
-        # A drawn token stays: its law would be another one if it stayed only where it is likely.
-        if not isinstance(tree.next_tokens[tree.root], DrawnTokens):
-            others = sum(1 + len(r.tree.proposal) for r in self._requests.values() if r is not request)
-            selection = self._planner.keep(selection, other_rows=others)
-        self._propose(request, selection)
+                request.phase = Phase.DRAFTING
+                continue
+            tree = request.tree
+            useful = self._useful_depth(request, tree.committed_len)
+            selection = below[0].selection if below else None
+            if selection is None:
+                selection = self._select(tree, depth=useful)
+            # A drawn token stays: its law would be another one if it stayed only where it is likely.
+            if not isinstance(tree.next_tokens[tree.root], DrawnTokens):
+                others = sum(1 + len(r.tree.proposal) for r in self._requests.values() if r is not request)
+                selection = self._planner.keep(selection, other_rows=others)
+            self._propose(request, selection, useful=useful)
 
-    def _propose(self, request: DraftRequest, entries: list[Entry]) -> None:
-        """Submit a selection, with what was looked up beside it or, after a miss, in its place."""
-        tree = request.tree
-        nodes = settle(tree, tree.root, entries)
-        submitted = [Submitted(entry.log_prob) for entry in entries]
-        useful = self._useful_depth(request, tree.committed_len)
-        is_filler = not nodes and request.source is ProposalSource.BACKUP
-        most = self._shape.num_nodes if is_filler else self._num_look_up
-        if request.text is not None and useful > 0 and most > 0:
-            chain = self._filler(request, min(useful, self._shape.depth))
-            added = hang(tree, nodes, [token.token_id for token in chain], most=most)
-            base = tree.depth(added[0]) - 1 if added else 0
-            submitted += [Submitted(None, token.matched) for token in chain[base : base + len(added)]]
-            nodes += added
-        self._submit(request, nodes, submitted)
-
-    def _filler(self, request: DraftRequest, count: int) -> list[LookedUp]:
-        """Up to `count` tokens to follow the root that cost no draft step."""
-        assert request.text is not None, "only asked for where the text is kept"
-        if self._backup is Backup.random:
-            text, position = request.text.token_ids, request.tree.committed_len
-            tokens = random_tokens(text, seed=request.seed, position=position, count=count)
-            return [LookedUp(token, 0) for token in tokens]
-        return self._planner.keep_looked_up(request.text.chain(count))
-
-    def _submit(self, request: DraftRequest, nodes: list[int], submitted: list[Submitted]) -> None:
-        tree = request.tree
-        tree.submit(nodes)
-        request.submitted = submitted
-        is_drafted = [node.log_prob is not None for node in submitted]
-        laws = None if self._laws is None else self._laws.write(tree, is_drafted)
-        request.is_drawn = laws is not None
-        self._outbox.send(
-            StageName.VERIFIER,
-            Proposal(
-                request_id=request.request_id,
-                round_id=request.round_id,
-                committed_len=tree.committed_len,
-                token_ids=[tree.token_ids[node] for node in tree.proposal],
-                parents=tree.proposal_parents(),
-                source=request.source,
-                ready_length=request.ready_length,
-                rest_rounds=request.rest_left,
-                plan=self._planner.figures(),
-                draft_spans=request.spans,
-                laws=laws,
-            ),
+    def _choose_branches(self, requests: list[DraftRequest]) -> list[DraftRequest]:
+        """Choose what the branches read next. The others rest: nothing that is worth reading is left."""
+        # The forward that all of them wait for starts with the last of their proposals.
+        left_ns = max(r.due_ns for r in requests) - time.monotonic_ns()
+        self._choose_reads(
+            requests,
+            [request.branches for request in requests],
+            lambda log_values: self._planner.branch_reads(log_values, left_ns=left_ns),
         )
-        request.spans = []
+        for request in requests:
+            if not request.pending:
+                request.phase = Phase.IDLE
+        return [request for request in requests if request.pending]
+
+    def _choose_reads(
+        self,
+        requests: list[DraftRequest],
+        anchors: list[list[Anchor]],
+        count_reads: Callable[[list[list[float]]], list[int]],
+    ) -> None:
+        """Set what each request reads next below its anchors; nothing where nothing is worth it, or readable.
+
+        count_reads: from the log values of what each could read to how many it does.
+        """
+        valuation = self._planner.log_value
+        unread = [
+            find_unread(request.tree, below, self._shape, valuation=valuation)
+            for request, below in zip(requests, anchors, strict=True)
+        ]
+        counts = count_reads([[node.log_value for node in nodes] for nodes in unread])
+        for request, below, nodes, count in zip(requests, anchors, unread, counts, strict=True):
+            tree = request.tree
+            pending = add_unread(tree, below, nodes[:count], room=self._room(tree))
+            request.pending = pending if any(self._reader.is_readable(tree, node) for node in pending) else []
+
+    def _propose(self, request: DraftRequest, entries: list[Entry], *, useful: int) -> None:
+        """Send a proposal of at most `useful` levels, and go on to what comes after it."""
+        self._outbox.send(StageName.VERIFIER, self._proposals.submit(request, entries, useful=useful))
         num_rows = sum(1 + len(r.tree.proposal) for r in self._requests.values())
-        request.submitted_ns = time.monotonic_ns()
         request.due_ns = request.submitted_ns + self._measures.verification_ns(num_rows)
-        can_prepare = self._has_cache and self._useful_depth(request, tree.committed_len + 1) > 0
+        can_prepare = self._has_cache and self._useful_depth(request, request.tree.committed_len + 1) > 0
         request.phase = Phase.GLUING if can_prepare else Phase.IDLE
 
-    def _send_candidates(self, request: DraftRequest) -> None:
-        """Tell the predictor what may follow the root and every proposed node."""
+    def _candidates(self, request: DraftRequest) -> Candidates:
+        """What may follow the root and every proposed node, for the predictor."""
         tree = request.tree
         nodes = [tree.root, *tree.proposal]
-        ids = np.full((len(nodes), self._num_candidates), -1, dtype=np.int32)
-        log_probs = np.full(ids.shape, -np.inf, dtype=np.float32)
-        for row, node in enumerate(nodes):
-            following = candidates_of(tree.next_tokens[node], ids.shape[1])
-            for column, (token, log_prob) in enumerate(following):
-                ids[row, column] = token
-                log_probs[row, column] = log_prob
-        self._outbox.send(
-            StageName.PREDICTOR,
-            Candidates(
-                request_id=request.request_id,
-                round_id=request.round_id,
-                token_ids=[tree.token_ids[node] for node in tree.proposal],
-                parents=tree.proposal_parents(),
-                num_branches=self._planner.num_branches(),
-                candidate_ids=self._id_pool.write(ids),
-                candidate_log_probs=self._log_prob_pool.write(log_probs),
-                is_filler=request.source is ProposalSource.BACKUP
-                and all(node.log_prob is None for node in request.submitted),
-                is_drawn=request.is_drawn,
-            ),
+        ids, log_probs = self._candidate_pools.write(
+            [candidates_of(tree.next_tokens[node], self._candidate_pools.width) for node in nodes]
         )
-        request.phase = Phase.PLANNING
-
-    def _grow_branches(self, request: DraftRequest) -> None:
-        """Choose what the branches read next; rest when nothing worth reading is left."""
-        tree = request.tree
-        left_ns = request.due_ns - time.monotonic_ns()
-        request.pending = grow(
-            tree,
-            request.branches,
-            self._shape,
-            room=self._room(tree),
-            num_reads=lambda log_values: self._planner.branch_reads(log_values, left_ns=left_ns),
-            valuation=self._planner.log_value,
-        )
-        if not any(self._is_readable(tree, node) for node in request.pending):
-            request.phase = Phase.IDLE
-
-
-def _check_outcome(outcome: Outcome, request: DraftRequest) -> None:
-    """Refuse an outcome that does not follow from what this request proposed.
-
-    Such a one ends the run: the two sides disagree about what is committed, and the target would wait for
-    a proposal that never comes.
-    """
-    tree = request.tree
-    if not -1 <= outcome.accepted_node < len(tree.proposal):
-        raise EngineDead(
-            f"outcome for request {outcome.request_id}: node {outcome.accepted_node} was accepted, but "
-            f"{len(tree.proposal)} were proposed"
-        )
-    num_new = tree.depth(tree.proposal_node(outcome.accepted_node)) + 1
-    expected = (request.round_id, tree.committed_len + num_new)
-    if (outcome.round_id, outcome.committed_len) != expected:
-        raise EngineDead(
-            f"outcome for request {outcome.request_id}: expected (round, committed tokens) {expected}, got "
-            f"{(outcome.round_id, outcome.committed_len)}"
-        )
-
-
-def _check_plan(plan: Plan, request: DraftRequest) -> None:
-    """Refuse a plan that names nodes which were not proposed."""
-    num_nodes = len(request.tree.proposal)
-    if not len(plan.nodes) == len(plan.token_ids) == len(plan.log_probs):
-        raise ProtocolError(
-            f"plan for request {plan.request_id}: {len(plan.nodes)} nodes but {len(plan.token_ids)} tokens "
-            f"and {len(plan.log_probs)} log-probabilities"
-        )
-    if any(not -1 <= node < num_nodes for node in plan.nodes):
-        raise ProtocolError(
-            f"plan for request {plan.request_id}: expected nodes from -1 to {num_nodes - 1}, got {plan.nodes}"
+        return Candidates(
+            request_id=request.request_id,
+            round_id=request.round_id,
+            token_ids=[tree.token_ids[node] for node in tree.proposal],
+            parents=tree.proposal_parents(),
+            num_branches=self._planner.num_branches(),
+            candidate_ids=ids,
+            candidate_log_probs=log_probs,
+            is_filler=request.source is ProposalSource.BACKUP
+            and all(node.log_prob is None for node in request.submitted),
+            is_drawn=request.is_drawn,
         )
 
 

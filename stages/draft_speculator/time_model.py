@@ -49,8 +49,16 @@ class TimeModel:
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of `rows` rows; 0 before anything was seen."""
+        return self._predict_ns(rows, self.slope_ns)
+
+    def predict_up_to(self, rows: int) -> list[float]:
+        """`predict_ns` of 1, 2, ... `rows` rows."""
+        slope = self.slope_ns
+        return [self._predict_ns(count, slope) for count in range(1, rows + 1)]
+
+    def _predict_ns(self, rows: int, slope: float) -> float:
         weight, step = self._steps.get(rows, (0.0, 0.0))
-        expected = self._on_line_ns(rows) + step * weight / (weight + _STEP_WEIGHT)
+        expected = self._ns + slope * (rows - self._rows) + step * weight / (weight + _STEP_WEIGHT)
         return max(expected, _LEAST * self._ns)
 
     def _on_line_ns(self, rows: float) -> float:

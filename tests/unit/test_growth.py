@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.draft_tree import DraftTree
-from stages.draft_speculator.growth import Anchor, Shape, grow, select, settle
+from stages.draft_speculator.growth import Anchor, Shape, add_unread, find_unread, select, settle
 from stages.draft_speculator.measures import Measures
 from stages.draft_speculator.planner import Planner
 
@@ -46,11 +46,21 @@ def _shape(**tree: object) -> Shape:
     return Shape.of(SpeculationConfig(depth=3, tree=TreeConfig(**tree)))  # type: ignore[arg-type]
 
 
+def _grow(
+    tree: DraftTree, anchors: list[Anchor], shape: Shape, *, room: int, planner: Planner | None = None
+) -> list[int]:
+    """Add what is read next; all there is without a planner."""
+    unread = find_unread(tree, anchors, shape)
+    count = len(unread)
+    if planner is not None:
+        (count,) = planner.waiting_reads([[node.log_value for node in unread]])
+    return add_unread(tree, anchors, unread[:count], room=room)
+
+
 def _grown(tree: DraftTree, anchors: list[Anchor], shape: Shape) -> list[list[int]]:
     """Tokens read in each step, until nothing is left to read."""
     steps = []
-    reads = _planner(shape).waiting_reads
-    while nodes := grow(tree, anchors, shape, room=99, num_reads=reads):
+    while nodes := _grow(tree, anchors, shape, room=99, planner=_planner(shape)):
         steps.append([tree.token_ids[node] for node in nodes])
         _read(tree, nodes)
     return steps
@@ -95,7 +105,7 @@ def test_no_more_levels_than_the_request_can_use() -> None:
 
 def test_an_unfinished_proposal_can_be_served() -> None:
     tree, shape = _tree(), _shape()
-    _read(tree, grow(tree, [Anchor(0, 9)], shape, room=99, num_reads=len))
+    _read(tree, _grow(tree, [Anchor(0, 9)], shape, room=99))
     assert _tokens(tree, shape) == [1, 4]
 
 
@@ -117,16 +127,16 @@ def test_the_rows_of_a_step_are_limited_for_chains_too() -> None:
 def test_an_unlikely_path_is_not_read_on() -> None:
     """1 has .6, 1 4 has .3: with 0.5 asked for, 4 is proposed and what may follow it is not looked up."""
     tree, shape = _tree(), _shape()
-    reads = _planner(shape, min_path_prob=0.5).waiting_reads
-    assert grow(tree, [Anchor(0, 9)], shape, room=9, num_reads=reads) == [1]
+    planner = _planner(shape, min_path_prob=0.5)
+    assert _grow(tree, [Anchor(0, 9)], shape, room=9, planner=planner) == [1]
     _read(tree, [1])
-    assert grow(tree, [Anchor(0, 9)], shape, room=9, num_reads=reads) == []
+    assert _grow(tree, [Anchor(0, 9)], shape, room=9, planner=planner) == []
     assert _tokens(tree, shape) == [1, 4]
 
 
 def test_nothing_is_added_without_room() -> None:
     tree, shape = _tree(), _shape(nodes=5)
-    assert grow(tree, [Anchor(0, 9)], shape, room=0, num_reads=len) == []
+    assert _grow(tree, [Anchor(0, 9)], shape, room=0) == []
     assert len(tree) == 1
 
 

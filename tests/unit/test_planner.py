@@ -127,7 +127,7 @@ def _measured(
     measures.target = _time_model(20, row)
     measures.step = _time_model(step, 0.1)
     for _ in range(rounds):
-        measures.add_round(tokens=tokens, ns=round_ms * MS, is_plain=False, num_active=1)
+        measures.add_round(tokens=tokens, ns=round_ms * MS, is_plain=False)
     return measures
 
 
@@ -161,17 +161,19 @@ def test_what_stays_keeps_its_parents() -> None:
 
 def test_steps_that_the_target_waits_for_must_win_more_than_they_cost() -> None:
     cheap, dear = _planner(_measured(step=1.0)), _planner(_measured(step=8.0))
-    assert cheap.waiting_reads([0.0]) == 1
-    assert cheap.waiting_reads([math.log(0.5)]) == 1
-    assert dear.waiting_reads([math.log(0.5)]) == 0
+    assert cheap.waiting_reads([[0.0]]) == [1]
+    assert cheap.waiting_reads([[math.log(0.5)]]) == [1]
+    assert dear.waiting_reads([[math.log(0.5)]]) == [0]
 
 
 def test_all_waiting_requests_count_in_the_price() -> None:
-    measures = _measured(step=3.0)
-    assert _planner(measures).pays_to_wait([])
+    measures = _measured(step=3.0, row=0.1)
+    assert _planner(measures).pays_to_wait([[]])
+    measures.num_active = 8
     for _ in range(40):
-        measures.add_round(tokens=2, ns=25 * MS, is_plain=False, num_active=8)
-    assert not _planner(measures).pays_to_wait([])
+        measures.add_round(tokens=2, ns=25 * MS, is_plain=False)
+    assert not _planner(measures).pays_to_wait([[]])
+    assert _planner(measures).pays_to_wait([[]] * 8), "a step that serves all of them"
 
 
 def test_after_a_miss_the_draft_rests_where_looking_up_promises_more() -> None:
@@ -180,18 +182,18 @@ def test_after_a_miss_the_draft_rests_where_looking_up_promises_more() -> None:
     chain = [LookedUp(token, 4) for token in (7, 8, 9)]
     for _ in range(50):
         measures.look_up[4].add(False)
-    assert planner.pays_to_wait(chain)
+    assert planner.pays_to_wait([chain])
     for _ in range(500):
         measures.look_up[4].add(True)
-    assert not planner.pays_to_wait(chain)
+    assert not planner.pays_to_wait([chain])
 
 
 def test_no_branch_step_is_begun_that_keeps_the_target_waiting_for_little() -> None:
     planner = _planner(_measured(step=3.0), rows=8, nodes=8)
     unlikely = [math.log(0.05)] * 4
-    assert planner.branch_reads(unlikely, left_ns=10 * MS) > 0
-    assert planner.branch_reads(unlikely, left_ns=0.0) == 0
-    assert planner.branch_reads([math.log(0.9)], left_ns=0.0) == 1
+    assert planner.branch_reads([unlikely], left_ns=10 * MS)[0] > 0
+    assert planner.branch_reads([unlikely], left_ns=0.0) == [0]
+    assert planner.branch_reads([[math.log(0.9)]], left_ns=0.0) == [1]
 
 
 def test_an_overdue_outcome_is_expected_as_past_ones_came() -> None:
@@ -200,8 +202,8 @@ def test_an_overdue_outcome_is_expected_as_past_ones_came() -> None:
     for delay in (-1.0, 0.0, 10.0, 12.0):
         planner.measures.delays.add(delay * MS)
     # One ms after it was expected only the late ones are possible, and there is time for a step; at 20 none.
-    assert planner.branch_reads(unlikely, left_ns=-1 * MS) > 0
-    assert planner.branch_reads(unlikely, left_ns=-20 * MS) == 0
+    assert planner.branch_reads([unlikely], left_ns=-1 * MS)[0] > 0
+    assert planner.branch_reads([unlikely], left_ns=-20 * MS) == [0]
 
 
 def test_how_late_a_step_ends_is_the_mean_over_past_delays() -> None:
@@ -237,14 +239,14 @@ def test_speculation_that_is_slower_than_plain_decoding_rests_ever_longer() -> N
         rests.append(planner.rest_rounds())
         assert planner.rest_rounds() == 0, "on trial again after a rest"
         for _ in range(8):
-            measures.add_round(tokens=1, ns=30 * MS, is_plain=False, num_active=1)
+            measures.add_round(tokens=1, ns=30 * MS, is_plain=False)
     assert rests == [8, 16, 32, 64]
     for _ in range(60):
-        measures.add_round(tokens=3, ns=30 * MS, is_plain=False, num_active=1)
+        measures.add_round(tokens=3, ns=30 * MS, is_plain=False)
     assert planner.rest_rounds() == 0
     measures.start_trial()
     for _ in range(20):
-        measures.add_round(tokens=1, ns=30 * MS, is_plain=False, num_active=1)
+        measures.add_round(tokens=1, ns=30 * MS, is_plain=False)
     assert planner.rest_rounds() == 8, "it paid in between, so the rests are short again"
 
 
@@ -257,6 +259,6 @@ def test_nothing_is_planned_before_there_are_figures() -> None:
     entries = _chain(0.8, 0.001)
     assert planner.keep(entries, other_rows=0) == entries
     assert planner.num_branches() == 24
-    assert planner.waiting_reads([math.log(0.5), math.log(0.1)]) == 1
+    assert planner.waiting_reads([[math.log(0.5), math.log(0.1)]]) == [1]
     assert planner.rest_rounds() == 0
     assert planner.figures() is None
