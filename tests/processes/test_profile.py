@@ -93,7 +93,8 @@ def test_every_stage_records_every_kind_of_span_that_it_can(profiled):
     assert kinds[StageName.TOKENIZER] == kinds[StageName.DETOKENIZER] == mail
     assert kinds[StageName.FRONTEND] == {SpanKind.RECEIVE, SpanKind.SEND}
     assert kinds[PREDICTOR] == mail | {SpanKind.PLAN}
-    drafting = {SpanKind.WORK, SpanKind.DRAFT, SpanKind.GLUE, SpanKind.BRANCH, SpanKind.LOOKUP}
+    reading = {SpanKind.READ, SpanKind.DRAFT, SpanKind.GLUE, SpanKind.BRANCH}
+    drafting = {SpanKind.WORK, SpanKind.LOOKUP} | reading
     assert kinds[SPECULATOR] - {SpanKind.WAIT} == (mail | drafting) - {SpanKind.WAIT}
     verifying = {SpanKind.WORK, SpanKind.PREFILL, SpanKind.VERIFY, SpanKind.COMMIT}
     assert kinds[VERIFIER] >= mail | verifying
