@@ -48,6 +48,8 @@ class DraftTree:
         self.root = len(prompt) - 1
         self.proposal: list[int] = []
         """Tree indices of the submitted proposal's nodes, in the order of the message."""
+        self._children: dict[tuple[int, int], int] | None = None
+        """What `children` returns, until indices shift."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -63,7 +65,10 @@ class DraftTree:
         self.parents.append(parent)
         self.next_tokens.append(None)
         self.is_read.append(False)
-        return len(self.token_ids) - 1
+        node = len(self.token_ids) - 1
+        if self._children is not None:
+            self._children[parent, token_id] = node
+        return node
 
     def position(self, node: int) -> int:
         """Absolute position of a node's token."""
@@ -107,14 +112,19 @@ class DraftTree:
         del self.token_ids[:count], self.next_tokens[:count], self.is_read[:count]
         self.parents = [max(parent - count, -1) for parent in self.parents[count:]]
         self.proposal = [node - count for node in self.proposal]
+        self._children = None
 
     def submit(self, proposal: list[int]) -> None:
         """These nodes, a tree under the root in parent-first order, go to the target."""
         self.proposal = proposal
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Every node below the root by (parent, token)."""
-        return {(self.parents[node], self.token_ids[node]): node for node in range(self.root + 1, len(self))}
+        """Every node below the root by (parent, token). Not to be changed."""
+        if self._children is None:
+            self._children = {
+                (self.parents[node], self.token_ids[node]): node for node in range(self.root + 1, len(self))
+            }
+        return self._children
 
     def proposal_parents(self) -> list[int]:
         """Parents of the submitted nodes as the message names them."""
@@ -167,6 +177,7 @@ class DraftTree:
         self.parents = [new_index.get(self.parents[old], -1) for old in kept]
         self.root = len(committed) - 1
         self.proposal = []
+        self._children = None
         return Rerooting(
             moved_from=[self.prefix_len + old for old, _ in moves],
             moved_to=[self.prefix_len + new for _, new in moves],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conf.proposal_size import proposal_depth, proposal_nodes
@@ -52,6 +52,11 @@ class Shape:
             return cls(depth=depth, widths=None, most_children=most, num_nodes=num_nodes, rows=rows)
         widths, rows = tuple(tree.widths or [1] * depth), tree.rows or _ALL
         return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=rows)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has more than one child."""
+        return self.widths is not None and self.most_children == 1
 
     def width(self, depth: int) -> int:
         """Children of a node at this depth that are considered."""
@@ -93,6 +98,8 @@ class Anchor:
     """Log of how likely it is that this proposal will be asked for."""
     selection: list[Entry] | None = None
     """What `find_unread` last worked out, while nothing of it was read since."""
+    chain: list[Entry] = field(default_factory=list)
+    """Of a chain, what stays of the selection when more of it was read: its end is all that changes."""
 
 
 def select(
@@ -111,7 +118,7 @@ def select(
     limit = min(depth, shape.depth)
     if children is None:
         children = tree.children()
-    if shape.widths and shape.most_children == 1:
+    if shape.is_chain:
         return _select_chain(tree, anchor, min(limit, shape.num_nodes), valuation, children)
     entries: list[Entry] = []
     queue: list[tuple[float, int, Entry]] = []
@@ -142,14 +149,15 @@ def _select_chain(
     limit: int,
     valuation: Valuation,
     children: dict[tuple[int, int], int],
+    chain: Sequence[Entry] = (),
 ) -> list[Entry]:
     """`select` where every node has one child: no queue is needed, and a step asks for many chains.
 
-    limit: most entries.
+    limit: most entries. chain: its first ones, where they are known.
     """
-    entries: list[Entry] = []
-    node: int | None = anchor
-    log_value = 0.0
+    entries = list(chain)
+    node: int | None = entries[-1].node if entries else anchor
+    log_value = entries[-1].log_value if entries else 0.0
     while node is not None and len(entries) < limit:
         following = tree.next_tokens[node]
         best = following.ranked(1) if following is not None else []
@@ -190,12 +198,17 @@ def find_unread(
         if not tree.is_read[anchor.node]:
             unread.append(Unread(anchor.log_value, number, -1))
             continue
-        if anchor.selection is None:
+        last = min(anchor.depth, shape.depth)
+        if anchor.selection is None and shape.is_chain:
+            limit = min(last, shape.num_nodes)
+            anchor.selection = _select_chain(tree, anchor.node, limit, valuation, children, anchor.chain)
+        elif anchor.selection is None:
             anchor.selection = select(
                 tree, anchor.node, shape, depth=anchor.depth, valuation=valuation, children=children
             )
-        last = min(anchor.depth, shape.depth)
-        for index, entry in enumerate(anchor.selection):
+        # Only the end of a chain can be unread.
+        start = max(len(anchor.selection) - 1, 0) if shape.is_chain else 0
+        for index, entry in enumerate(anchor.selection[start:], start=start):
             is_read = entry.node is not None and tree.is_read[entry.node]
             if entry.depth < last and not is_read:
                 unread.append(Unread(anchor.log_value + entry.log_value, number, index))
@@ -229,9 +242,11 @@ def add_unread(
             parent = anchor.node if entry.parent < 0 else anchor.selection[entry.parent].node
             assert parent is not None, "a selected child has a parent in the tree"
             node = tree.add(entry.token_id, parent)
+            anchor.selection[index] = entry._replace(node=node)
         nodes.append(node)
     for number in changed:
-        anchors[number].selection = None
+        anchor = anchors[number]
+        anchor.chain, anchor.selection = anchor.selection or [], None
     return sorted(nodes)
 
 

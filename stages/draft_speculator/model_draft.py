@@ -28,15 +28,22 @@ from stages.model.token_law import TokenLaw
 class LogitsRow:
     """`NextTokens` over one row of perturbed logits. More than the few best are sorted out when asked for."""
 
-    __slots__ = ("_few", "_log_total", "_ranked", "_row", "_token_ids")
+    __slots__ = ("_few", "_log_total", "_ranked", "_row", "_rows", "_token_ids")
 
     def __init__(
-        self, row: Tensor, few: list[tuple[int, float]], log_total: float, token_ids: list[int] | None
+        self,
+        rows: Tensor,
+        row: int,
+        few: list[tuple[int, float]],
+        log_total: float,
+        token_ids: list[int] | None,
     ) -> None:
-        """row: [V] perturbed logits; few: its best columns with their values; log_total: its log-sum-exp.
+        """rows: [R, V] perturbed logits. row: which of them this is; few are looked at again.
 
-        token_ids: of the columns, None if they are ids.
+        few: its best columns with their values. log_total: its log-sum-exp. token_ids: of the columns, None
+        if they are ids.
         """
+        self._rows = rows
         self._row = row
         self._few = few
         self._ranked: list[tuple[int, float]] | None = None
@@ -46,7 +53,7 @@ class LogitsRow:
     def ranked(self, count: int) -> list[tuple[int, float]]:
         """Best first, excluded tokens left out."""
         if count > len(self._few):
-            values, columns = self._row.topk(min(count, self._row.shape[-1]))
+            values, columns = self._rows[self._row].topk(min(count, self._rows.shape[-1]))
             return self._named(list(zip(columns.tolist(), values.tolist(), strict=True)))
         if self._ranked is None:
             self._ranked = self._named(self._few)
@@ -167,11 +174,11 @@ class ModelDraft(DraftSource):
         together = torch.cat(scored) if is_changed else logits
         values, columns = _best(together, self._num_ranked)
         totals = together.logsumexp(dim=-1).tolist()  # synchronises, where there is a GPU
-        for (tree, node), scores, *few, total in zip(
-            ranked, together, columns.tolist(), values.tolist(), totals, strict=True
+        for row, ((tree, node), *few, total) in enumerate(
+            zip(ranked, columns.tolist(), values.tolist(), totals, strict=True)
         ):
             few_best = list(zip(*few, strict=True))
-            tree.next_tokens[node] = LogitsRow(scores, few_best, total, self._token_ids)
+            tree.next_tokens[node] = LogitsRow(together, row, few_best, total, self._token_ids)
 
     def _draw(self, job: ExtendJob, nodes: list[int], logits: Tensor) -> None:
         """Draw what may follow the nodes. logits: [nodes, V]."""
