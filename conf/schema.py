@@ -169,6 +169,12 @@ class PlacementConfig:
     """Cores shared by the draft and the small stages. None: the remaining cores, or all."""
     page_size: int = 16
     """Tokens in one page of the KV caches."""
+    kv_memory: str = "auto"
+    """Memory of the KV caches of target and draft together: a size such as 2GiB, or a share of the machine's
+    such as 0.25. Requests share it. auto: `max_requests` of `model.max_context`, but at most a half."""
+    prefix_cache: bool = True
+    """Keep the KV of earlier requests while there is room, for later ones that begin with the same tokens,
+    such as the next turn of a chat. Tokens are kept by whole pages."""
 
 
 @dataclass

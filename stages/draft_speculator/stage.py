@@ -11,17 +11,19 @@ is served.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
-from conf.proposal_size import submitted_nodes
+from conf.proposal_size import draft_nodes, submitted_nodes
 from conf.schema import Backup, PlanMode, RunConfig
 from pipeline.errors import EngineDead, ProtocolError, RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
     Candidates,
+    DraftCapacity,
     EndDraft,
     Outcome,
     Plan,
@@ -32,7 +34,7 @@ from pipeline.messages import (
 )
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
-from pipeline.tensor_pool import PoolSpec
+from pipeline.tensor_pool import PoolSpec, TensorPool
 from stages.draft_speculator.draft_laws import LawWriter, candidates_of, fan_outs_below
 from stages.draft_speculator.draft_request import DraftRequest, Phase, Submitted
 from stages.draft_speculator.draft_source import DraftSource, ExtendJob
@@ -79,6 +81,7 @@ class DraftSpeculator(Stage):
         self._backup = speculation.backup if self._has_cache else Backup.sequential
         self._num_look_up = speculation.draft.look_up
         self._most_submitted = submitted_nodes(speculation)
+        self._max_nodes = draft_nodes(speculation)
         self._budget = speculation.budget if self._has_cache else 0
         self._measures = Measures()
         planner = OnlinePlanner if speculation.plan is PlanMode.auto else Planner
@@ -89,19 +92,9 @@ class DraftSpeculator(Stage):
 
     # --- life ----------------------------------------------------------------------------------------
 
-    @property
-    def _max_nodes(self) -> int:
-        """Nodes behind the committed tokens: the proposal, the branches with their proposals, a bonus token
-        after a miss, what best first reads and then leaves out, and room to settle one more proposal."""
-        shape = self._shape
-        left_out = 0 if shape.widths else shape.rows * shape.depth
-        return 2 * self._most_submitted + self._budget * (shape.num_nodes + 1) + 1 + left_out
-
     def setup(self) -> None:
         """Load the draft and export the pools for the predictor's candidates."""
-        self._source = self._source_given or load_source(
-            self._config, max_nodes=self._max_nodes, num_ranked=self._shape.most_children
-        )
+        self._source = self._source_given or load_source(self._config, num_ranked=self._shape.most_children)
         self._laws = LawWriter.of(self._config, self._source, self._context.pools)
         if self._has_cache:
             num_slots = _SLOTS_PER_REQUEST * self._config.max_requests
@@ -112,6 +105,19 @@ class DraftSpeculator(Stage):
             self._log_prob_pool = self._context.pools.export(
                 PoolSpec(name="candidate_log_probs", num_slots=num_slots, shape=shape, dtype="float32")
             )
+
+    def connect(self, pools: Mapping[str, TensorPool]) -> None:
+        """Nothing to read; tell the verifier what the draft has room for."""
+        source = self._source
+        self._outbox.send(
+            StageName.VERIFIER,
+            DraftCapacity(
+                num_pages=source.num_pages,
+                page_size=source.page_size,
+                num_nodes=self._max_nodes,
+                max_position=source.max_position,
+            ),
+        )
 
     @property
     def _num_candidates(self) -> int:
@@ -142,31 +148,33 @@ class DraftSpeculator(Stage):
                 self._take_plan(message)
 
     def _begin(self, message: BeginDraft) -> None:
-        can_draft = True
+        can_draft, num_read = True, 0
+        token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         try:
-            self._source.begin(message, max_nodes=self._max_nodes)
+            num_read = self._source.begin(message, max_nodes=self._max_nodes)
         except RequestError as error:
             can_draft = False
             _log.warning("request %s goes on without a draft: %s", message.request_id, error)
         request = DraftRequest(
             request_id=message.request_id,
             seed=message.sampling.seed,
-            tree=DraftTree(message.prompt_token_ids),
+            tree=DraftTree(token_ids, num_read=num_read),
             max_len=message.max_len,
             can_draft=can_draft,
             phase=Phase.IDLE,
+            round_id=message.round_id,
         )
         if self._num_look_up or self._backup is not Backup.sequential:
             request.text = NgramIndex()
-            request.text.append(message.prompt_token_ids)
+            request.text.append(token_ids)
         self._requests[message.request_id] = request
-        num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
+        num_prompt, limit = len(token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
             # The prefill is round 0 with an empty proposal: its outcome can be prepared like any other.
             request.phase = Phase.GLUING if self._has_cache else Phase.READING
         elif limit is not None and num_prompt >= limit:
             _log.warning(
-                "request %s goes on without a draft: its prompt has %d tokens, the draft reads at most %d",
+                "request %s goes on without a draft: it has %d tokens, the draft reads at most %d",
                 message.request_id,
                 num_prompt,
                 limit,

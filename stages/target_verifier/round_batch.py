@@ -10,14 +10,15 @@ from stages.target_verifier.sequence import Sequence
 
 
 def prefill_batch(sequence: Sequence) -> ForwardBatch:
-    """The whole prompt in one pass; logits of its last token."""
-    size = len(sequence.token_ids)
-    rows = SequenceRows(kv=sequence.kv, prefix_len=0, write_slots=list(range(size)), tail_len=size, mask=None)
+    """All tokens that are not in the cache, in one pass; logits of the last one."""
+    start, end = sequence.num_prefilled, len(sequence.token_ids)
+    slots = list(range(start, end))
+    rows = SequenceRows(kv=sequence.kv, prefix_len=start, write_slots=slots, tail_len=end - start, mask=None)
     return ForwardBatch(
-        token_ids=sequence.token_ids,
-        positions=list(range(size)),
+        token_ids=sequence.token_ids[start:],
+        positions=slots,
         sequences=[rows],
-        logit_rows=[size - 1],
+        logit_rows=[end - start - 1],
     )
 
 
