@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from conf.schema import RunConfig, Verification
-from pipeline.messages import CancelRequest, FinishReason, RequestFailed, Sampling, StageName
+from pipeline.messages import (
+    CancelRequest,
+    FinishReason,
+    RequestFailed,
+    Sampling,
+    StageName,
+    StructuredOutputs,
+)
 from stages.draft_speculator.draft_source import DraftSource, Drawing
 from stages.draft_speculator.model_draft import ModelDraft
+from stages.draft_speculator.ngram_draft import NgramDraft
 from stages.draft_speculator.stage import DraftSpeculator
 from stages.model.weights import LoadedModel
 from stages.outcome_predictor.stage import OutcomePredictor
@@ -22,6 +30,7 @@ from tests.tiny import (
     tiny_runner,
     tiny_target,
 )
+from tests.tiny_grammar import compiler
 
 PROMPTS = {
     "a": [17, 3, 99, 42, 8, 17, 3],
@@ -198,6 +207,31 @@ def test_cancels_beside_pre_emptions_leave_the_others_right(
         else:
             assert end.finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP)
     assert_nothing_is_held(pipeline)
+
+
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+def test_a_grammar_goes_on_where_it_was(draft: str) -> None:
+    sampling = Sampling(
+        max_tokens=32, temperature=1, seed=11, structured_outputs=StructuredOutputs(regex="[a-z]{40}")
+    )
+    tokens = []
+    for victims in (0, 3):
+        target = tiny_target()
+        if draft == "ngram":
+            source: DraftSource = NgramDraft(grammars=compiler())
+        else:
+            source = ModelDraft(tiny_runner(target), vocab_size=target.shape.vocab_size, grammars=compiler())
+        pipeline = TinyPipeline(_config("saguaro", spare_pages=None), target, source, grammars=compiler())
+        pipeline.submit("r", PROMPTS["a"], sampling)
+        for count in range(victims):
+            _run_until_tokens(pipeline, 4 * (count + 1))
+            _verifier(pipeline)._preempt(_verifier(pipeline)._sequences["r"])
+        pipeline.finish("r")
+        tokens.append(pipeline.recorder.tokens("r"))
+        assert len(tokens[-1]) > 12
+        assert _num_preemptions(pipeline) == victims
+        assert_nothing_is_held(pipeline)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("system", ["autoregressive", "saguaro_tree"])
