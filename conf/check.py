@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from conf.check_emulated import check_emulated
 from conf.check_options import check_options
 from conf.errors import ConfigError, shown, shown_path
+from conf.kv_memory import parse_kv_memory
 from conf.limits import MAX_BUDGET, MAX_DEPTH, MAX_NODES, MAX_SEED, MAX_TEMPERATURE, MAX_WHOLE_NUMBER
 from conf.proposal_size import nodes_of_widths
 from conf.schema import (
@@ -104,6 +105,7 @@ def _check_placement(placement: PlacementConfig, available_cores: int) -> None:
         )
     _at_least("placement.page_size", placement.page_size, 1)
     _at_least("placement.prefill_chunk", placement.prefill_chunk, 1)
+    parse_kv_memory(placement.kv_memory)
 
 
 def _check_speculation(speculation: SpeculationConfig) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from conf.schema import SpeculationConfig
 
+_BEST_FIRST_ROWS = 8
+
 
 def proposal_depth(speculation: SpeculationConfig) -> int:
     """Most levels below the root."""
@@ -24,6 +26,25 @@ def proposal_nodes(speculation: SpeculationConfig) -> int:
     if tree.widths is not None:
         return nodes_of_widths(tree.widths)
     return speculation.depth if tree.nodes is None else tree.nodes
+
+
+def rows_of_a_step(speculation: SpeculationConfig) -> int | None:
+    """Most nodes that the draft reads in one step; None: no limit."""
+    tree = speculation.tree
+    is_best_first = tree.widths is None and tree.nodes is not None
+    return tree.rows or (_BEST_FIRST_ROWS if is_best_first else None)
+
+
+def draft_nodes(speculation: SpeculationConfig) -> int:
+    """Most nodes that the draft holds behind the committed tokens.
+
+    The proposal, the branches with their proposals, a bonus token after a miss, what best first reads and
+    then leaves out, and room to settle one more proposal.
+    """
+    budget = speculation.budget if speculation.prepare_outcomes else 0
+    is_best_first = speculation.tree.widths is None and speculation.tree.nodes is not None
+    left_out = (rows_of_a_step(speculation) or 0) * proposal_depth(speculation) if is_best_first else 0
+    return 2 * submitted_nodes(speculation) + budget * (proposal_nodes(speculation) + 1) + 1 + left_out
 
 
 def nodes_of_widths(widths: Sequence[int]) -> int:

@@ -174,6 +174,12 @@ class PlacementConfig:
     prefill_chunk: int = 128
     """Most prompt tokens that target and draft read in one forward. A longer prompt takes several, between
     which running requests go on: more tokens read it sooner, and keep the others waiting longer."""
+    kv_memory: str = "auto"
+    """Memory of the KV caches of target and draft together: a size such as 2GiB, or a share of the machine's
+    such as 0.25. Requests share it. auto: `max_requests` of `model.max_context`, but at most a half."""
+    prefix_cache: bool = True
+    """Keep the KV of earlier requests while there is room, for later ones that begin with the same tokens,
+    such as the next turn of a chat. Tokens are kept by whole pages."""
 
 
 @dataclass

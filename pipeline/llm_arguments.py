@@ -18,6 +18,7 @@ _RENAMED = {
     "dtype": "model.dtype",
     "max_num_seqs": "max_requests",
     "block_size": "placement.page_size",
+    "enable_prefix_caching": "placement.prefix_cache",
     "seed": "seed",
 }
 """vLLM's names of keys that there are here."""
@@ -26,12 +27,11 @@ _INSTEAD = {
     "tensor_parallel_size": "the target runs on one machine's cores: **{'placement.target_cores': N}",
     "pipeline_parallel_size": "the target runs on one machine's cores: **{'placement.target_cores': N}",
     "quantization": "**{'model.weights': 'int8'} rounds the matrices to int8",
-    "gpu_memory_utilization": "the KV cache is sized by max_model_len and max_num_seqs",
-    "swap_space": "the KV cache is sized by max_model_len and max_num_seqs",
+    "gpu_memory_utilization": "**{'placement.kv_memory': '2GiB'} (or a share) sizes the KV caches",
+    "swap_space": "a request that is pre-empted is read again: nothing is swapped",
     "tokenizer": "the model's own tokenizer is used",
     "trust_remote_code": "no code of a model is ever run",
     "enforce_eager": "there are no CUDA graphs to do without",
-    "enable_prefix_caching": "there is no prefix cache yet",
     "enable_chunked_prefill": "there is no chunked prefill yet",
     "download_dir": "models are cached where Hugging Face keeps them; HF_HOME moves that",
     "temperature": "give it in SamplingParams",

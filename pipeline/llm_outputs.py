@@ -47,6 +47,11 @@ class RequestOutput:
     finished: bool = True
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first answer had from an earlier request."""
+        return self.metrics.num_cached_prompt_tokens
+
+    @property
     def metrics(self) -> RequestMetrics:
         """Those of the first answer."""
         return self.outputs[0].metrics

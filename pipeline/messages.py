@@ -263,14 +263,33 @@ class Proposal(Message, frozen=True, kw_only=True):
     """None where every token is a point mass, and where the rule is another."""
 
 
+class DraftCapacity(Message, frozen=True, kw_only=True):
+    """What the draft's KV cache holds; from the speculator, before anything else.
+
+    The verifier counts the draft's pages by it: one place decides who is admitted and who is pre-empted.
+    """
+
+    num_pages: int | None
+    """None: the draft has no KV cache."""
+    page_size: int
+    num_nodes: int
+    """Slots that a request may need behind its committed tokens."""
+    max_position: int | None
+    """Committed tokens from this position on take no slots; None: no such limit."""
+
+
 # --- to the speculator (and some to the predictor) ----------------------------------------------------
 
 
 class BeginDraft(Message, frozen=True, kw_only=True):
-    """A request was admitted; draft for it. Sent when the target starts its prefill."""
+    """A request was admitted, or admitted again; draft for it. Sent when the target starts its prefill."""
 
     request_id: str
     prompt_token_ids: list[int]
+    output_token_ids: list[int] = []
+    """What is committed already of a request that was pre-empted; the last one is its root."""
+    round_id: int = 0
+    """The round that the target runs first: it reads all these tokens, and has an empty proposal."""
     sampling: Sampling
     max_len: int
     """Most committed tokens this request can reach: prompt and output."""
@@ -368,6 +387,10 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_hits: int | None
     cache_misses: int | None
     hit_rate: float | None
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values the target had from an earlier request."""
+    num_preemptions: int = 0
+    """How often the request gave its KV up for others, to be read again; such a reading counts as a round."""
     num_rest_rounds: int = 0
     """Rounds without a proposal, because speculation did not pay (`plan=auto`)."""
     plan: PlanFigures | None = None
@@ -479,7 +502,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 TokenizerMessage = SubmitRequest | CancelRequest
-VerifierMessage = TokenizedRequest | Proposal | CancelRequest
+VerifierMessage = TokenizedRequest | DraftCapacity | Proposal | CancelRequest
 SpeculatorMessage = BeginDraft | Outcome | Plan | EndDraft
 PredictorMessage = Candidates | Outcome | EndDraft
 DetokenizerMessage = BeginText | Committed

@@ -32,7 +32,7 @@ def closing_table(
     wall_seconds: from the first submission to the last end.
     """
     rows = [*_token_rows(finished, wall_seconds), *_speculation_rows(finished), *_time_rows(finished)]
-    rows += _plan_rows(finished)
+    rows += [*_kv_rows(finished), *_plan_rows(finished)]
     num_rounds = sum(request.metrics.num_rounds for request in finished)
     for name, stage in stages.items():
         busy_ms = _ratio(stage.busy_ns / 1e6, num_rounds)
@@ -103,6 +103,18 @@ def _time_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
         ("target and draft at once", per_round([m.overlap_ms for m in metrics]), unit),
         ("overhead", per_round([m.overhead_ms for m in metrics]), f"{unit}, not computing and not drafting"),
     ]
+
+
+def _kv_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]]:
+    """What the KV cache saved and cost; nothing where it did neither."""
+    num_cached = sum(request.metrics.num_cached_prompt_tokens for request in finished)
+    num_prompt = sum(request.num_prompt_tokens for request in finished)
+    num_preemptions = sum(request.metrics.num_preemptions for request in finished)
+    rows = [
+        ("prompt tokens cached", str(num_cached), f"of {num_prompt}: an earlier request began with them"),
+        ("pre-emptions", str(num_preemptions), "requests that were read again, for want of KV pages"),
+    ]
+    return [row for row in rows if row[1] != "0"]
 
 
 def _plan_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]]:

@@ -127,8 +127,9 @@ class ScriptedDraft(DraftSource):
         self._script = script
         self._committed: dict[str, list[int]] = {}
 
-    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> int:
         self._committed[request.request_id] = []
+        return 0
 
     def _note_committed(self, request_id: str, tree: DraftTree) -> list[int]:
         known = self._committed[request_id]

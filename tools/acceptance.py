@@ -146,7 +146,7 @@ def measure(
     target = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
     longest = max(len(prompt) for prompt in prompts) + config.max_tokens
     decoder = RunnerDecoder(target, num_rows=len(prompts), num_slots=longest)
-    source = load_source(config, max_nodes=config.max_tokens)
+    source = load_source(config)
     vocab_size = target.shape.vocab_size
     lines = [
         "| temperature | contexts | coupled | rejection | least of coupled |",

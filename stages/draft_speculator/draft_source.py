@@ -47,13 +47,18 @@ class DraftSource(ABC):
 
     max_position: int | None = None
     """First position it cannot read; None where there is no limit."""
+    num_pages: int | None = None
+    """Of its KV cache; None where it has none."""
+    page_size: int = 1
+    """Slots in one of them."""
     law_token_ids: Sequence[int] | None = None
     """Ids of the columns of the laws that it draws from; None where it draws nothing."""
 
     @abstractmethod
-    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> int:
         """Make room for a request whose tree holds up to `max_nodes` nodes behind its committed tokens.
 
+        Returns how many of its tokens need not be read, because an earlier request began with them.
         Raises `RequestError` where there is none.
         """
 

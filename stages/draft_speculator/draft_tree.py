@@ -36,10 +36,12 @@ class Rerooting:
 class DraftTree:
     """Nodes in parallel lists; a parent comes before its children. Nodes 0..root are committed tokens."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        """prompt: the committed tokens, at least one; none of them read."""
-        self.prefix_len = 0
+    def __init__(self, prompt: Sequence[int], *, num_read: int = 0) -> None:
+        """prompt: the committed tokens, at least one. num_read: of them, from the first; never the last."""
+        assert num_read < len(prompt), f"{num_read} of {len(prompt)} tokens are read, expected fewer"
+        self.prefix_len = num_read
         """Committed tokens that are read and dropped from the lists."""
+        prompt = prompt[num_read:]
         self.token_ids: list[int] = list(prompt)
         self.parents: list[int] = list(range(-1, len(prompt) - 1))
         self.next_tokens: list[NextTokens | None] = [None] * len(prompt)
@@ -95,6 +97,14 @@ class DraftTree:
     def path(self, node: int) -> list[int]:
         """The tokens from below the root down to `node`; empty for the root."""
         return [self.token_ids[ancestor] for ancestor in reversed(self.ancestors(node))]
+
+    @property
+    def num_read_committed(self) -> int:
+        """Committed tokens that are read: those before the first unread one."""
+        num_read = 0
+        while num_read <= self.root and self.is_read[num_read]:
+            num_read += 1
+        return self.prefix_len + num_read
 
     def unread_committed(self) -> list[int]:
         """Committed tokens that the draft must read before anything below them."""

@@ -75,6 +75,12 @@ class Drawer:
         self._num_committed = 0
         self._committed_key = 0
 
+    def start(self, token_ids: Sequence[int]) -> None:
+        """The committed tokens that the request begins with."""
+        for token in token_ids:
+            self._committed_key = extend_key(self._committed_key, token)
+        self._num_committed = len(token_ids)
+
     def note_committed(self, tree: DraftTree) -> None:
         """Take newly committed tokens into the key. Call before the tree forgets them."""
         for token in tree.token_ids[self._num_committed - tree.prefix_len : tree.root + 1]:

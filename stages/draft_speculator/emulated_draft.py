@@ -19,13 +19,12 @@ from stages.model.emulated_times import TimeTable, wait_until
 class EmulatedDraft(ModelDraft):
     """`ModelDraft` on an emulated runner."""
 
-    def __init__(self, config: RunConfig, *, max_nodes: int, num_ranked: int) -> None:
-        """max_nodes: uncommitted nodes of one request's tree. num_ranked: see `ModelDraft`."""
+    def __init__(self, config: RunConfig, *, num_pages: int, num_ranked: int) -> None:
+        """num_pages: of its KV cache. num_ranked: see `ModelDraft`."""
         emulated = config.model.emulated
         self._table = TimeTable(emulated.draft_rows, emulated.draft_ms, scale=emulated.time_scale)
-        runner = EmulatedRunner.for_requests(
-            config, is_draft=True, slots_per_request=config.model.max_context + max_nodes
-        )
+        runner = EmulatedRunner.with_pages(config, is_draft=True, num_pages=num_pages)
+        runner.kv.keeps_prefixes = config.placement.prefix_cache
         runner.warm_up()
         super().__init__(runner, vocab_size=runner.shape.vocab_size, num_ranked=num_ranked)
 

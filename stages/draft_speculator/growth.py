@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conf.proposal_size import proposal_depth, proposal_nodes
+from conf.proposal_size import proposal_depth, proposal_nodes, rows_of_a_step
 from conf.schema import SpeculationConfig
 from stages.draft_speculator.draft_tree import DraftTree
 
 _MOST_CHILDREN = 8
 """Children of a node that best first considers."""
-_BEST_FIRST_ROWS = 8
 _ALL = 1 << 30
 
 
@@ -46,11 +45,11 @@ class Shape:
     def of(cls, speculation: SpeculationConfig) -> Shape:
         """The shape that a configuration asks for. A chain is a tree of width 1."""
         num_nodes, depth = proposal_nodes(speculation), proposal_depth(speculation)
-        tree = speculation.tree
+        tree, rows = speculation.tree, rows_of_a_step(speculation) or _ALL
         if tree.widths is None and tree.nodes is not None:
-            most, rows = min(_MOST_CHILDREN, num_nodes), tree.rows or _BEST_FIRST_ROWS
+            most = min(_MOST_CHILDREN, num_nodes)
             return cls(depth=depth, widths=None, most_children=most, num_nodes=num_nodes, rows=rows)
-        widths, rows = tuple(tree.widths or [1] * depth), tree.rows or _ALL
+        widths = tuple(tree.widths or [1] * depth)
         return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=rows)
 
     @property

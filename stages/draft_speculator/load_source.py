@@ -18,16 +18,18 @@ from stages.draft_speculator.ngram_draft import NgramDraft
 from stages.grammar import GrammarCompiler
 from stages.model.draft_card import is_draft_folder
 from stages.model.draft_folder import load_draft_folder
+from stages.model.emulated_runner import emulated_shape
+from stages.model.kv_budget import draft_shape, plan_kv
 from stages.model.runner import ModelRunner
 from stages.model.shape import ModelShape, read_shape
 from stages.model.weights import LoadedModel, load_model
 from stages.vocabulary import check_same_vocabulary
 
 
-def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> DraftSource:
+def load_source(config: RunConfig, *, num_ranked: int = 1) -> DraftSource:
     """Load weights and size the KV cache. Raises `ConfigError` where target and draft do not fit.
 
-    max_nodes: uncommitted nodes of one request's tree. num_ranked: see `ModelDraft`.
+    num_ranked: see `ModelDraft`.
     """
     draft = config.speculation.draft
     grammars = GrammarCompiler.of_model(config.model.path)
@@ -35,7 +37,9 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
     if draft.kind is DraftKind.ngram:
         return NgramDraft(is_coupled=Drawing.of(config.speculation) is Drawing.COUPLED, grammars=grammars)
     if config.model.is_emulated:
-        return EmulatedDraft(config, max_nodes=max_nodes, num_ranked=num_ranked)
+        shape = emulated_shape(config.model.emulated.vocab_size)
+        num_pages = plan_kv(config, shape, shape).draft_pages
+        return EmulatedDraft(config, num_pages=num_pages, num_ranked=num_ranked)
     if config.model.path is None:
         raise ConfigError("model.path is not resolved: expected a local folder, got none")
     path = target_path = Path(config.model.path)
@@ -44,9 +48,7 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
             raise ConfigError("speculation.draft.path is missing: draft.kind=model needs it")
         path = Path(draft.path)
         if is_draft_folder(path):
-            return _distilled_source(
-                config, target_path, path, max_nodes=max_nodes, num_ranked=num_ranked, grammars=grammars
-            )
+            return _distilled_source(config, target_path, path, num_ranked=num_ranked, grammars=grammars)
         with _naming_the_draft():
             check_same_vocabulary(target_path, path)
     target_shape = read_shape(target_path)
@@ -55,13 +57,14 @@ def load_source(config: RunConfig, *, max_nodes: int, num_ranked: int = 1) -> Dr
             f"speculation.draft.layers={draft.layers}: the target has {target_shape.num_layers} layers; "
             "choose fewer"
         )
+    num_pages = _num_pages(config, target_shape)
     dtype = getattr(torch, config.model.dtype.value)
     if draft.kind is DraftKind.model:
         with _naming_the_draft():
             model = load_model(path, dtype=dtype)
     else:
         model = load_model(path, dtype=dtype, num_layers=draft.layers)
-    runner = _make_runner(config, model, target_shape, max_nodes=max_nodes)
+    runner = _make_runner(config, model, num_pages=num_pages)
     return ModelDraft(
         runner,
         vocab_size=min(target_shape.vocab_size, model.shape.vocab_size),
@@ -77,14 +80,13 @@ def _distilled_source(
     target_path: Path,
     path: Path,
     *,
-    max_nodes: int,
     num_ranked: int,
     grammars: GrammarCompiler,
 ) -> DraftSource:
     """A draft made by `tools.distill`: the target's embedding, and a head over a part of its ids."""
     with _naming_the_draft():
         loaded = load_draft_folder(path, target_path, dtype=getattr(torch, config.model.dtype.value))
-    runner = _make_runner(config, loaded.model, read_shape(target_path), max_nodes=max_nodes)
+    runner = _make_runner(config, loaded.model, num_pages=_num_pages(config, read_shape(target_path)))
     return ModelDraft(
         runner,
         vocab_size=loaded.model.shape.vocab_size,
@@ -105,18 +107,18 @@ def _naming_the_draft() -> Iterator[None]:
         raise ConfigError(f"speculation.draft.path: {error}") from error
 
 
-def _make_runner(
-    config: RunConfig, model: LoadedModel, target_shape: ModelShape, *, max_nodes: int
-) -> ModelRunner:
-    """A runner with KV for `max_requests` requests of the longest context, and their trees."""
-    longest = min(config.model.max_context, target_shape.max_position, model.shape.max_position)
-    runner = ModelRunner.for_requests(
+def _num_pages(config: RunConfig, target_shape: ModelShape) -> int:
+    return plan_kv(config, target_shape, draft_shape(config, target_shape)).draft_pages
+
+
+def _make_runner(config: RunConfig, model: LoadedModel, *, num_pages: int) -> ModelRunner:
+    runner = ModelRunner.with_pages(
         model,
-        num_requests=config.max_requests,
-        slots_per_request=longest + max_nodes,
+        num_pages=num_pages,
         page_size=config.placement.page_size,
         cpu_kernels=config.model.cpu_kernels,
         weight_format=config.speculation.draft.weights,
     )
+    runner.kv.keeps_prefixes = config.placement.prefix_cache
     runner.warm_up()
     return runner

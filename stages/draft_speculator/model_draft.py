@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import choose_coupled
+from pipeline.errors import EngineDead
 from pipeline.messages import BeginDraft
 from stages.draft_speculator.draft_source import DraftSource, Drawing, ExtendJob
 from stages.draft_speculator.draft_tree import DraftTree, Rerooting
@@ -71,6 +72,13 @@ class LogitsRow:
 @dataclass(slots=True)
 class _DraftRequest:
     kv: KVHandle
+    max_nodes: int
+    token_ids: list[int]
+    """Committed tokens."""
+    num_read: int
+    """Of these, from the first."""
+    num_to_keep: int
+    """Once so many are read, their pages are made known to later requests; 0 when that is done."""
     law: TokenLaw
     drawer: Drawer | None
     """Given where children are drawn by chance."""
@@ -108,24 +116,41 @@ class ModelDraft(DraftSource):
             self.law_token_ids = self._vocab_ids.tolist()
         self._requests: dict[str, _DraftRequest] = {}
         self.max_position = runner.shape.max_position
+        self.num_pages = runner.kv.num_pages
+        self.page_size = runner.kv.page_size
 
-    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
-        """Allocate the request's KV. Raises `RequestError`."""
-        num_slots = min(request.max_len, self._runner.shape.max_position) + max_nodes
-        is_drawn = self._drawing is Drawing.DRAWN and request.sampling.temperature > 0
-        drawer = Drawer(request.sampling.seed, saguaro_c=self._saguaro_c, token_ids=self._token_ids)
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> int:
+        """Allocate KV for the tokens that the request begins with and its tree. Raises `RequestError`."""
         grammar = begin_grammar(self._grammars, request.sampling, eos_token_ids=request.eos_token_ids)
-        self._requests[request.request_id] = _DraftRequest(
-            kv=self._runner.kv.allocate(num_slots),
-            law=TokenLaw(
-                request.sampling,
-                self._vocab_ids,
-                prompt_token_ids=request.prompt_token_ids,
-                eos_token_ids=request.eos_token_ids,
-                grammar=grammar,
-            ),
-            drawer=drawer if is_drawn else None,
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        longest = self._runner.shape.max_position
+        kv = self._runner.kv.allocate(
+            min(len(token_ids), longest) + max_nodes,
+            max_slots=min(request.max_len, longest) + max_nodes,
+            token_ids=token_ids[:longest],
         )
+        law = TokenLaw(
+            request.sampling,
+            self._vocab_ids,
+            prompt_token_ids=request.prompt_token_ids,
+            eos_token_ids=request.eos_token_ids,
+            grammar=grammar,
+        )
+        law.commit(request.output_token_ids)
+        drawer: Drawer | None = None
+        if self._drawing is Drawing.DRAWN and request.sampling.temperature > 0:
+            drawer = Drawer(request.sampling.seed, saguaro_c=self._saguaro_c, token_ids=self._token_ids)
+            drawer.start(token_ids)
+        self._requests[request.request_id] = _DraftRequest(
+            kv=kv,
+            max_nodes=max_nodes,
+            token_ids=token_ids,
+            num_read=kv.num_cached,
+            num_to_keep=len(token_ids),
+            law=law,
+            drawer=drawer,
+        )
+        return kv.num_cached
 
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
         """One forward; logits only from the roots on."""
@@ -149,6 +174,13 @@ class ModelDraft(DraftSource):
         for job in jobs:
             for node in job.nodes:
                 job.tree.is_read[node] = True
+            self._note_read(self._requests[job.request_id], job.tree)
+
+    def _note_read(self, request: _DraftRequest, tree: DraftTree) -> None:
+        request.num_read = tree.num_read_committed
+        if 0 < request.num_to_keep <= request.num_read:
+            self._runner.kv.keep(request.kv, request.token_ids[: request.num_to_keep])
+            request.num_to_keep = 0
 
     def _rank(self, jobs: Sequence[ExtendJob], logits: Tensor) -> None:
         """Set what may follow the nodes from the roots on. logits: [those nodes of all jobs, V]."""
@@ -209,14 +241,23 @@ class ModelDraft(DraftSource):
         if rerooting.moved_from:
             self._runner.kv.move(request.kv, rerooting.moved_from, rerooting.moved_to)
         num_new = tree.committed_len - request.law.num_committed
-        request.law.commit(tree.token_ids[tree.root + 1 - num_new : tree.root + 1])
+        new = tree.token_ids[tree.root + 1 - num_new : tree.root + 1]
+        request.law.commit(new)
         request.law.forget_before(tree.committed_len)
+        request.token_ids += new
+        self._note_read(request, tree)
+        num_slots = min(tree.committed_len, self._runner.shape.max_position) + request.max_nodes
+        if not self._runner.kv.grow(request.kv, num_slots):
+            raise EngineDead(
+                f"the draft's KV cache has no page left for request {request_id} at {num_slots} slots: "
+                "the verifier counts its pages, and should have pre-empted a request before"
+            )
 
     def end(self, request_id: str) -> None:
-        """Free the request's pages."""
+        """Free the request's pages; full ones stay known."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._runner.kv.free(request.kv)
+            self._runner.kv.free(request.kv, request.token_ids[: request.num_read])
 
 
 def _best(perturbed: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -126,13 +126,14 @@ class NgramDraft(DraftSource):
         self._grammars = grammars
         self._requests: dict[str, _NgramRequest] = {}
 
-    def begin(self, request: BeginDraft, *, max_nodes: int) -> None:
+    def begin(self, request: BeginDraft, *, max_nodes: int) -> int:
         """Start an empty index; the prompt is indexed at the first step."""
         self._requests[request.request_id] = _NgramRequest(
             request.sampling,
             num_prompt_tokens=len(request.prompt_token_ids),
             grammar=begin_grammar(self._grammars, request.sampling, eos_token_ids=request.eos_token_ids),
         )
+        return 0
 
     def extend(self, jobs: Sequence[ExtendJob]) -> None:
         """Look every node up."""

@@ -11,17 +11,18 @@ inbox is empty, so an outcome interrupts the drafting between two steps, and wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from conf.proposal_size import submitted_nodes
+from conf.proposal_size import draft_nodes, submitted_nodes
 from conf.schema import Backup, PlanMode, RunConfig
 from pipeline.errors import RequestError
 from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
     Candidates,
+    DraftCapacity,
     EndDraft,
     Outcome,
     Plan,
@@ -31,6 +32,7 @@ from pipeline.messages import (
 )
 from pipeline.spans import SpanKind
 from pipeline.stage import KernelTracer, Stage, StageContext
+from pipeline.tensor_pool import TensorPool
 from stages.draft_speculator.candidate_pools import CandidatePools
 from stages.draft_speculator.checks import check_outcome, check_plan
 from stages.draft_speculator.draft_laws import LawWriter, candidates_of
@@ -71,6 +73,7 @@ class DraftSpeculator(Stage):
         self._backup = speculation.backup if self._has_cache else Backup.sequential
         self._num_look_up = speculation.draft.look_up
         self._most_submitted = submitted_nodes(speculation)
+        self._max_nodes = draft_nodes(speculation)
         self._budget = speculation.budget if self._has_cache else 0
         self._measures = Measures()
         self._tally = RoundTally(self._measures)
@@ -83,19 +86,9 @@ class DraftSpeculator(Stage):
 
     # --- life ----------------------------------------------------------------------------------------
 
-    @property
-    def _max_nodes(self) -> int:
-        """Nodes behind the committed tokens: the proposal, the branches with their proposals, a bonus token
-        after a miss, what best first reads and then leaves out, and room to settle one more proposal."""
-        shape = self._shape
-        left_out = 0 if shape.widths else shape.rows * shape.depth
-        return 2 * self._most_submitted + self._budget * (shape.num_nodes + 1) + 1 + left_out
-
     def setup(self) -> None:
         """Load the draft and export the pools for the predictor's candidates."""
-        self._source = self._source_given or load_source(
-            self._config, max_nodes=self._max_nodes, num_ranked=self._shape.most_children
-        )
+        self._source = self._source_given or load_source(self._config, num_ranked=self._shape.most_children)
         self._reader = DraftReader(self._source, self._measures, self._spans)
         self._proposals = ProposalWriter(
             self._shape,
@@ -112,6 +105,19 @@ class DraftSpeculator(Stage):
                 width=self._budget + self._shape.most_children + (self._num_look_up > 0),
                 num_requests=self._config.max_requests,
             )
+
+    def connect(self, pools: Mapping[str, TensorPool]) -> None:
+        """Nothing to read; tell the verifier what the draft has room for."""
+        source = self._source
+        self._outbox.send(
+            StageName.VERIFIER,
+            DraftCapacity(
+                num_pages=source.num_pages,
+                page_size=source.page_size,
+                num_nodes=self._max_nodes,
+                max_position=source.max_position,
+            ),
+        )
 
     def kernel_tracer(self) -> KernelTracer:
         """What PyTorch does for the draft."""
@@ -140,30 +146,32 @@ class DraftSpeculator(Stage):
                 self._take_plan(message)
 
     def _begin(self, message: BeginDraft) -> None:
-        can_draft = True
+        can_draft, num_read = True, 0
+        token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         try:
-            self._source.begin(message, max_nodes=self._max_nodes)
+            num_read = self._source.begin(message, max_nodes=self._max_nodes)
         except RequestError as error:
             can_draft = False
             _log.warning("request %s goes on without a draft: %s", message.request_id, error)
         request = DraftRequest(
             request_id=message.request_id,
             seed=message.sampling.seed,
-            tree=DraftTree(message.prompt_token_ids),
+            tree=DraftTree(token_ids, num_read=num_read),
             max_len=message.max_len,
             can_draft=can_draft,
             phase=Phase.IDLE,
+            round_id=message.round_id,
         )
         if self._num_look_up or self._backup is not Backup.sequential:
             request.text = NgramIndex()
-            request.text.append(message.prompt_token_ids)
+            request.text.append(token_ids)
         self._requests[message.request_id] = request
-        num_prompt, limit = len(message.prompt_token_ids), self._source.max_position
+        num_prompt, limit = len(token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
             request.phase = Phase.READING
         elif limit is not None and num_prompt >= limit:
             _log.warning(
-                "request %s goes on without a draft: its prompt has %d tokens, the draft reads at most %d",
+                "request %s goes on without a draft: it has %d tokens, the draft reads at most %d",
                 message.request_id,
                 num_prompt,
                 limit,

@@ -86,6 +86,8 @@ def _check_sequence(sequence: SequenceRows) -> None:
     assert slots, "a sequence needs at least one row"
     assert end <= sequence.kv.num_slots, f"slots up to {end} are used, the handle has {sequence.kv.num_slots}"
     _check_range("write slots", slots, start, end)
+    frozen = sequence.kv.num_frozen
+    assert min(slots) >= frozen, f"slot {min(slots)} is written, the first {frozen} may be shared"
     assert len(set(slots)) == len(slots), f"write slots {slots} repeat"
     if sequence.mask is None:
         first = end - len(slots)

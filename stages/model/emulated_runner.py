@@ -23,6 +23,9 @@ from stages.model.emulated_times import TimeTable, wait_until
 from stages.model.pages import KVCache
 from stages.model.shape import ModelShape
 
+KV_DTYPE = torch.int64
+"""Of what a KV slot holds: two numbers."""
+
 
 class EmulatedRunner:
     """A target or a draft, with its KV cache."""
@@ -43,12 +46,11 @@ class EmulatedRunner:
         self._hashes, self._is_easy = plane[0], plane[1]
 
     @classmethod
-    def for_requests(cls, config: RunConfig, *, is_draft: bool, slots_per_request: int) -> EmulatedRunner:
-        """A runner whose KV cache holds `max_requests` requests of `slots_per_request` slots at once."""
+    def with_pages(cls, config: RunConfig, *, is_draft: bool, num_pages: int) -> EmulatedRunner:
+        """A runner whose KV cache has so many pages."""
         emulated, page_size = config.model.emulated, config.placement.page_size
         shape = emulated_shape(emulated.vocab_size)
-        pages = -(-slots_per_request // page_size) * config.max_requests
-        kv = KVCache(shape=shape, num_slots=pages * page_size, page_size=page_size, dtype=torch.int64)
+        kv = KVCache(shape=shape, num_slots=num_pages * page_size, page_size=page_size, dtype=KV_DTYPE)
         # A draft's time is that of a whole step: see `stages.draft_speculator.emulated_draft`.
         table = None
         if not is_draft:

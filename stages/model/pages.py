@@ -1,44 +1,91 @@
 """The KV cache of one model: one storage tensor for all layers, handed out in pages, owned by one stage.
 
-A handle maps *logical slots* 0..num_slots-1 of one request to physical slots. Pages of a handle are
-contiguous where the free list allows, and such a handle is read as a view; others are gathered.
+A handle maps *logical slots* 0..num_slots-1 of one request to physical slots, and grows by pages. Its pages
+follow one another where that can be had, and such a handle is read as a view; others are gathered. Full pages
+of committed tokens are shared with later requests that begin with the same tokens (`keeps_prefixes`): nobody
+writes to them again.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention import READ_BLOCK
 from kernels.kv_write import move_kv
 from pipeline.errors import ConfigError, RequestError
+from stages.model.kv_storage import allocate_storage
+from stages.model.page_pool import PagePool
+from stages.model.prefix_cache import PrefixIndex
 from stages.model.shape import ModelShape
 
-_LONG_PAGE = 1024
-"""Slots; beyond it a request's last page can waste more than most requests fill."""
+_NO_CLAIM = range(0)
 
 
 class KVHandle:
     """The pages of one request. Made by `KVCache.allocate`; of no use after `KVCache.free`."""
 
-    __slots__ = ("first_slot", "num_slots", "pages", "physical", "physical_list")
+    __slots__ = (
+        "_page_size",
+        "claim",
+        "digests",
+        "first_slot",
+        "num_cached",
+        "num_slots",
+        "pages",
+        "physical",
+        "physical_list",
+    )
 
-    def __init__(self, *, pages: list[int], page_size: int) -> None:
-        self.pages = pages
-        self.num_slots = len(pages) * page_size
+    def __init__(
+        self, *, pages: list[int], page_size: int, max_slots: int, digests: list[bytes], device: torch.device
+    ) -> None:
+        """max_slots: what it may grow to without a new table. digests: of its first pages, if shared."""
+        self._page_size = page_size
+        self.pages: list[int] = []
+        self.num_slots = 0
         """Logical slots: what was asked for, rounded up to whole pages."""
-        self.physical_list = [page * page_size + offset for page in pages for offset in range(page_size)]
-        behind = [self.physical_list[0]] * READ_BLOCK
-        self.physical = torch.tensor(self.physical_list + behind, dtype=torch.int64)
-        """Physical slot of each logical one; a block more is readable, and holds anything."""
-        is_contiguous = all(page == pages[0] + index for index, page in enumerate(pages))
-        self.first_slot: int | None = pages[0] * page_size if is_contiguous else None
+        self.digests = digests
+        """Of its first pages, those that are full of committed tokens; see `PrefixIndex`."""
+        self.num_cached = len(digests) * page_size
+        """Slots whose keys and values were there when it was made."""
+        self.claim = _NO_CLAIM
+        """Pages behind its last one that it may grow into; see `PagePool.claim`."""
+        self.physical_list: list[int] = []
+        self.first_slot: int | None = pages[0] * page_size
         """Physical slot of logical slot 0 when all slots follow it in order, else None."""
+        self.physical = self._table(max_slots, device)
+        """Physical slot of each logical one; at least a block more is readable, and holds anything."""
+        self.extend(pages)
+
+    @property
+    def num_frozen(self) -> int:
+        """Slots, from the first one, that are not written again: other requests may share them."""
+        return len(self.digests) * self._page_size
+
+    def extend(self, pages: list[int]) -> None:
+        """These pages come behind the ones that it has."""
+        size = self._page_size
+        slots = [page * size + offset for page in pages for offset in range(size)]
+        start, self.num_slots = self.num_slots, self.num_slots + len(slots)
+        self.pages += pages
+        self.physical_list += slots
+        if len(self.physical) < self.num_slots + READ_BLOCK:
+            longer = self._table(2 * self.num_slots, self.physical.device)
+            longer[:start] = self.physical[:start]
+            self.physical = longer
+        self.physical[start : self.num_slots] = torch.tensor(slots, dtype=torch.int64)
+        first = self.pages[0]
+        if any(
+            page != first + index for index, page in enumerate(self.pages[start // size :], start // size)
+        ):
+            self.first_slot = None
+
+    def _table(self, num_slots: int, device: torch.device) -> Tensor:
+        # What is read behind the end is masked: any slot will do.
+        return torch.full((num_slots + READ_BLOCK,), self.first_slot or 0, dtype=torch.int64, device=device)
 
 
 class KVCache:
@@ -67,44 +114,100 @@ class KVCache:
         # A block more than the pages: attention reads whole blocks, masked behind the end of a sequence.
         num_physical = self.num_pages * page_size + READ_BLOCK
         size = (shape.num_layers, 2, shape.num_kv_heads, num_physical, shape.head_dim)
-        self.storage = _allocate(size, page_size=page_size, dtype=dtype, device=torch.device(device))
+        self.storage = allocate_storage(size, page_size=page_size, dtype=dtype, device=torch.device(device))
         """[layers, 2, kv_heads, slots, head_dim]: a head's slots lie together, as attention reads them."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
         """Keys and values of each layer, [kv_heads, slots, head_dim]: views, made once."""
-        self._is_free = [True] * self.num_pages
-        self._num_free = self.num_pages
+        self.keeps_prefixes = False
+        """Whether full pages stay known after `keep`, for requests that begin with the same tokens."""
+        self._prefixes = PrefixIndex(page_size)
+        self._pool = PagePool(self.num_pages, forget=self._prefixes.forget)
         self._live: set[KVHandle] = set()
 
     @property
     def free_pages(self) -> int:
-        """Pages that no handle holds."""
-        return self._num_free
+        """Pages that no handle holds, those kept for their content included."""
+        return self._pool.num_idle
 
-    def allocate(self, num_slots: int) -> KVHandle:
-        """Take pages for `num_slots` slots, contiguous ones if there are any. Raises `RequestError`."""
-        num_pages = -(-num_slots // self.page_size)
-        if num_slots < 1 or num_pages > self._num_free:
+    def num_pages_of(self, num_slots: int) -> int:
+        """Pages that hold so many slots."""
+        return -(-num_slots // self.page_size)
+
+    def allocate(
+        self,
+        num_slots: int,
+        *,
+        max_slots: int = 0,
+        token_ids: Sequence[int] = (),
+        num_spare: int = 0,
+    ) -> KVHandle:
+        """Take pages for `num_slots` slots, in one run if that can be had. Raises `RequestError`.
+
+        max_slots: what the handle may grow to.
+        token_ids: what its first slots will hold. Pages that hold the same already are shared, but for the
+            last token, which is always left to be computed.
+        num_spare: pages that must be left over.
+        """
+        shared, digests = self._prefixes.match(token_ids[:-1]) if self.keeps_prefixes else ([], [])
+        num_new = max(self.num_pages_of(num_slots) - len(shared), 0)
+        num_taken = num_new + self._pool.num_idle_of(shared)
+        if num_slots < 1 or num_taken + num_spare > self._pool.num_idle:
             raise RequestError(
-                f"{num_slots} KV slots were asked for ({num_pages} pages of {self.page_size}), "
-                f"{self._num_free} of {self.num_pages} pages are free; "
+                f"{num_slots} KV slots were asked for ({num_new} pages of {self.page_size}"
+                f"{f' beside {len(shared)} shared ones' if shared else ''}), "
+                f"{self._pool.num_idle} of {self.num_pages} pages are free; "
                 "shorten the request or lower max_requests"
             )
-        pages = self._find_pages(num_pages)
-        for page in pages:
-            self._is_free[page] = False
-        self._num_free -= num_pages
-        handle = KVHandle(pages=pages, page_size=self.page_size)
-        handle.physical = handle.physical.to(self.storage.device)
+        self._pool.hold(shared)
+        pages, claim = list(shared), _NO_CLAIM
+        if num_new:
+            num_later = max(self.num_pages_of(max_slots) - len(shared), num_new)
+            new, claim = self._take(num_new, after=shared[-1] if shared else None, span=num_later)
+            pages += new
+        handle = KVHandle(
+            pages=pages,
+            page_size=self.page_size,
+            max_slots=max(max_slots, num_slots),
+            digests=digests,
+            device=self.storage.device,
+        )
+        self._set_claim(handle, claim)
         self._live.add(handle)
         return handle
 
-    def free(self, handle: KVHandle) -> None:
-        """Give the pages back. A handle is freed once."""
+    def grow(self, handle: KVHandle, num_slots: int) -> bool:
+        """Have the handle hold at least `num_slots` slots. False, and nothing is changed, without room."""
+        if num_slots <= handle.num_slots:
+            return True
+        assert handle in self._live, "a KV handle grows after it was freed"
+        num_new = self.num_pages_of(num_slots) - len(handle.pages)
+        if num_new > self._pool.num_idle:
+            return False
+        span = len(handle.claim)
+        self._pool.unclaim(handle.claim)
+        new, claim = self._take(num_new, after=handle.pages[-1], span=span)
+        handle.extend(new)
+        self._set_claim(handle, claim)
+        return True
+
+    def keep(self, handle: KVHandle, token_ids: Sequence[int]) -> None:
+        """Make full pages known to later requests. token_ids: what the first slots hold, for good."""
+        if not self.keeps_prefixes:
+            return
+        assert handle in self._live, "a KV handle was used after it was freed"
+        for digest in self._prefixes.digests(token_ids, handle.digests):
+            page = handle.pages[len(handle.digests)]
+            handle.digests.append(digest)
+            if self._prefixes.add(digest, page):
+                self._pool.keep(page)
+
+    def free(self, handle: KVHandle, token_ids: Sequence[int] = ()) -> None:
+        """Give the pages back. A handle is freed once. token_ids: see `keep`."""
         assert handle in self._live, "a KV handle was freed twice, or belongs to another cache"
+        self.keep(handle, token_ids)
         self._live.remove(handle)
-        for page in handle.pages:
-            self._is_free[page] = True
-        self._num_free += len(handle.pages)
+        self._pool.unclaim(handle.claim)
+        self._pool.release(handle.pages)
 
     def move(self, handle: KVHandle, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy logical slots `src` to `dst` in all layers, reading all before writing any.
@@ -116,6 +219,8 @@ class KVCache:
         pairs = [(a, b) for a, b in zip(src, dst, strict=True) if a != b]
         if not pairs:
             return
+        first = min(b for _, b in pairs)
+        assert first >= handle.num_frozen, f"slot {first} is written, {handle.num_frozen} are shared"
         physical = handle.physical_list
         device = self.storage.device
         move_kv(
@@ -145,53 +250,20 @@ class KVCache:
         return torch.tensor(physical, device=self.storage.device)
 
     def check_integrity(self) -> None:
-        """Check that the cache is idle and whole: no handle is out and every page is free exactly once."""
+        """Check that the cache is idle and whole: no handle is out, and nobody holds or claims a page."""
         held = [page for handle in self._live for page in handle.pages]
-        if held or self._num_free != self.num_pages or not all(self._is_free):
-            raise AssertionError(
-                f"KV cache not idle: {len(self._live)} handles hold {len(held)} pages, {self._num_free} of "
-                f"{self.num_pages} counted free, {sum(self._is_free)} marked free"
-            )
+        if held:
+            raise AssertionError(f"KV cache not idle: {len(self._live)} handles hold {len(held)} pages")
+        self._pool.check_integrity(self._prefixes.pages)
 
-    def _find_pages(self, num_pages: int) -> list[int]:
-        """The first run of free pages that is long enough, else the first free pages there are."""
-        start = 0
-        for page in range(self.num_pages):
-            if not self._is_free[page]:
-                start = page + 1
-            elif page - start + 1 == num_pages:
-                return list(range(start, page + 1))
-        free = [page for page in range(self.num_pages) if self._is_free[page]]
-        return free[:num_pages]
+    def _take(self, count: int, *, after: int | None, span: int) -> tuple[list[int], range]:
+        """Pages, and the run behind them that the taker may grow into. span: see `PagePool.take`."""
+        pages = self._pool.take(count, after=after, span=span)
+        first = pages[0] if after is None else after + 1
+        if pages != list(range(first, first + count)):
+            return pages, _NO_CLAIM
+        return pages, range(first + count, max(min(first + span, self.num_pages), first + count))
 
-
-def _allocate(size: tuple[int, ...], *, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, or `ConfigError` if they cannot be had; a CPU cache that could never fit is refused at once."""
-    num_bytes = math.prod(size) * dtype.itemsize
-    # A request takes whole pages: long ones are mostly empty, and fewer requests would not help.
-    is_page_long = page_size > _LONG_PAGE
-    needs = (
-        f"the KV cache needs {num_bytes / 2**30:.1f} GiB ({size[3]} slots of "
-        f"{num_bytes // size[3] / 1024:.1f} KiB, in pages of {page_size} slots)"
-    )
-    advice = f"lower {'placement.page_size, ' if is_page_long else ''}max_requests or model.max_context"
-    if device.type == "cpu":
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if num_bytes > memory_bytes:
-            raise ConfigError(f"{needs}, the machine has {memory_bytes / 2**30:.1f} GiB; {advice}")
-    try:
-        return _lazy_zeros(size, dtype, device)
-    except (MemoryError, OSError) as error:  # a limit of this process, or no overcommitment
-        raise ConfigError(f"{needs}, which this process cannot have: {error}; {advice}") from None
-
-
-def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory is committed when it is first written, on a CPU.
-
-    Zeros and not garbage: a masked slot that was never written has weight 0, but 0 * NaN is NaN.
-    `torch.zeros` would touch every page at start; numpy's come from calloc, which does not.
-    """
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    num_bytes = math.prod(size) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(size)
+    def _set_claim(self, handle: KVHandle, claim: range) -> None:
+        handle.claim = claim if handle.first_slot is not None else _NO_CLAIM
+        self._pool.claim(handle.claim)

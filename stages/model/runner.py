@@ -72,23 +72,21 @@ class ModelRunner:
         self._native = None if kernels is None else NativeDecoder(kernels.library, self._decoder, self.kv)
 
     @classmethod
-    def for_requests(
+    def with_pages(
         cls,
         model: LoadedModel,
         *,
-        num_requests: int,
-        slots_per_request: int,
+        num_pages: int,
         page_size: int,
         cpu_kernels: CpuKernels = CpuKernels.auto,
         weight_format: WeightFormat = WeightFormat.dtype,
         is_format_binding: bool = False,
     ) -> ModelRunner:
-        """A runner whose KV cache holds `num_requests` requests of `slots_per_request` slots at once."""
-        pages_per_request = -(-slots_per_request // page_size)
+        """A runner whose KV cache has so many pages of `page_size` slots."""
         return cls(
             shape=model.shape,
             weights=model.weights,
-            num_slots=pages_per_request * page_size * num_requests,
+            num_slots=num_pages * page_size,
             page_size=page_size,
             dtype=model.weights.embed.dtype,
             cpu_kernels=cpu_kernels,

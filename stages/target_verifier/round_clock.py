@@ -89,6 +89,8 @@ class RoundClock:
     """Times and counts of one request. A round counts when it ends: one that a cancel cut off does not."""
 
     def __init__(self, *, submitted_ns: int, target: TargetClock, has_cache: bool) -> None:
+        self.num_cached_prompt_tokens = 0
+        self.num_preemptions = 0
         self._submitted_ns = submitted_ns
         self._target = target
         self._has_cache = has_cache
@@ -182,6 +184,8 @@ class RoundClock:
             cache_hits=self._hits if self._has_cache else None,
             cache_misses=self._misses if self._has_cache else None,
             hit_rate=self._hits / num_lookups if num_lookups else None,
+            num_cached_prompt_tokens=self.num_cached_prompt_tokens,
+            num_preemptions=self.num_preemptions,
             num_rest_rounds=self._num_rest_rounds,
             plan=self._plan,
             mean_ready_length=self._ready_lengths / self._hits if self._hits else None,

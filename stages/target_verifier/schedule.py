@@ -23,6 +23,11 @@ class Chunk:
     end: int
 
     @property
+    def is_first(self) -> bool:
+        """Whether nothing was read before it, but what the cache had."""
+        return self.start == self.sequence.kv.num_cached
+
+    @property
     def is_last(self) -> bool:
         """Whether the first output token can be chosen after it."""
         return self.end == len(self.sequence.token_ids)
@@ -42,6 +47,14 @@ class Step:
         """Tokens in the forward."""
         nodes = sum(len(sequence.tree()[0]) for sequence in self.rounds)
         return len(self.rounds) + nodes + sum(chunk.end - chunk.start for chunk in self.chunks)
+
+    def of_those(self, sequences: Iterable[Sequence]) -> Step:
+        """What of it concerns these."""
+        draft_ids = {sequence.draft_id for sequence in sequences}
+        return Step(
+            rounds=[sequence for sequence in self.rounds if sequence.draft_id in draft_ids],
+            chunks=[chunk for chunk in self.chunks if chunk.sequence.draft_id in draft_ids],
+        )
 
 
 def next_step(sequences: Iterable[Sequence], *, has_draft: bool, chunk_size: int) -> Step | None:

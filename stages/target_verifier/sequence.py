@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipeline.messages import Proposal, ProposalSource
+from pipeline.messages import Proposal, ProposalSource, Sampling
 from stages.model.pages import KVHandle
 from stages.model.token_law import TokenLaw
 from stages.target_verifier.round_clock import RoundClock
@@ -17,19 +17,27 @@ from stages.target_verifier.stopping import StopRules
 class Sequence:
     """Mutable state of one request; only the verifier touches it.
 
-    Invariant between rounds: the KV cache holds every committed token but the last, the root. While the
-    prompt is read it holds the first `num_prefilled` of them.
+    Invariant between rounds: the KV cache holds every committed token but the last, the root. While tokens
+    are read it holds the first `num_prefilled` of them. A request that was pre-empted holds nothing there,
+    and its `kv` is of no use.
     """
 
     request_id: str
-    draft_id: str
+    draft_id: str = ""
     """What speculator and predictor call it: unique among all admissions of this verifier."""
+    arrival: int = 0
+    """Ascending in the order of first admission; the youngest is pre-empted first."""
+    sampling: Sampling
     token_ids: list[int]
     """Committed tokens: prompt, then output."""
     num_prompt_tokens: int
     max_len: int
     """Most committed tokens this request can reach."""
     kv: KVHandle
+    prefill_len: int = 0
+    """Committed tokens when it was admitted last: the target reads them before the first round."""
+    num_prefilled: int = 0
+    """Of these, those whose keys and values are there."""
     law: TokenLaw
     stop_rules: StopRules
     clock: RoundClock
@@ -37,8 +45,6 @@ class Sequence:
     """`Sampling.logprobs`."""
     round_id: int = 0
     """The round that comes next; round 0 is the prefill."""
-    num_prefilled: int = 0
-    """Tokens of the prompt that were read."""
     proposal: Proposal | None = field(default=None)
     """The proposal of round `round_id`, once it is here."""
     draft_laws: Tensor | None = None
@@ -53,8 +59,13 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the prompt is not read to its end."""
-        return self.round_id == 0
+        """Whether its tokens, as they were when it was admitted last, are not read to their end."""
+        return self.num_prefilled < self.prefill_len
+
+    @property
+    def num_computed(self) -> int:
+        """Committed tokens, from the first, whose keys and values are in the cache."""
+        return self.num_prefilled if self.is_prefilling else len(self.token_ids) - 1
 
     @property
     def waits_for_proposal(self) -> bool:
@@ -67,6 +78,17 @@ class Sequence:
         self.proposal = None
         self.is_resting = self.rest_rounds > 0
         self.rest_rounds = max(self.rest_rounds - 1, 0)
+
+    def begin(self, draft_id: str, kv: KVHandle) -> None:
+        """It was admitted, for the first time or again: it holds KV, of its first `kv.num_cached` tokens."""
+        self.draft_id, self.kv = draft_id, kv
+        self.prefill_len, self.num_prefilled = len(self.token_ids), kv.num_cached
+
+    def preempt(self) -> None:
+        """It holds no KV any more: a proposal for its next round is void, and the draft forgets it."""
+        self.proposal = self.draft_laws = None
+        self.rest_rounds, self.is_resting = 0, False
+        self.clock.num_preemptions += 1
 
     @property
     def room(self) -> int:

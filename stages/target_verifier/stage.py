@@ -8,7 +8,6 @@ outcome prediction are other stages'.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,11 +17,13 @@ import torch
 from conf.proposal_size import proposal_depth, submitted_nodes
 from conf.schema import DraftKind, DType, RunConfig
 from pipeline.errors import ConfigError, EngineDead, ProtocolError, RequestError
+from pipeline.log import get_logger
 from pipeline.messages import (
     BeginDraft,
     BeginText,
     CancelRequest,
     Committed,
+    DraftCapacity,
     EndDraft,
     FinishReason,
     Outcome,
@@ -40,15 +41,20 @@ from pipeline.stage import KernelTracer, Stage, StageContext
 from pipeline.tensor_pool import TensorPool
 from stages.grammar import GrammarCompiler, begin_grammar
 from stages.incremental_text import TextDecoder
-from stages.model.emulated_runner import EmulatedRunner
+from stages.model.emulated_runner import EmulatedRunner, emulated_shape
 from stages.model.kernel_trace import TorchTracer
+from stages.model.kv_budget import draft_shape, plan_kv
+from stages.model.pages import KVHandle
 from stages.model.runner import ModelRunner, Runner
+from stages.model.shape import ModelShape
 from stages.model.token_law import TokenLaw
 from stages.model.weights import LoadedModel, load_model
+from stages.target_verifier.admission import Admission
 from stages.target_verifier.checks import fault_of_options, fault_of_prompt, fault_of_tree
 from stages.target_verifier.draft_watch import DraftWatch
 from stages.target_verifier.judge import Judge
 from stages.target_verifier.logprobs import token_logprobs
+from stages.target_verifier.page_ledger import PageLedger
 from stages.target_verifier.rejection import read_laws
 from stages.target_verifier.round_clock import RoundClock, TargetClock, merge_spans
 from stages.target_verifier.round_result import RoundResult, compute
@@ -57,6 +63,8 @@ from stages.target_verifier.sequence import Sequence
 from stages.target_verifier.stop_text import StopText
 from stages.target_verifier.stopping import Ending, StopRules
 from stages.vocabulary import load_tokenizer
+
+_log = get_logger(__name__)
 
 
 class TargetVerifier(Stage):
@@ -83,10 +91,8 @@ class TargetVerifier(Stage):
         self._has_cache = config.speculation.prepare_outcomes
         self._max_nodes = submitted_nodes(config.speculation) if self._has_draft else 0
         self._pools: Mapping[str, TensorPool] = {}
-        self._waiting: deque[TokenizedRequest] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._by_draft_id: dict[str, Sequence] = {}
-        self._num_admitted = 0
         self._held: list[tuple[StageName, Committed | Outcome]] = []
         """News of the last round that can wait until the next forward is under way."""
         self._clock = TargetClock()
@@ -95,22 +101,36 @@ class TargetVerifier(Stage):
     # --- life ----------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Load the target and size its KV cache for `max_requests` requests of `max_context` tokens."""
+        """Load the target, with its share of the memory for KV caches."""
         config = self._config
         self._grammars = self._grammars_given or GrammarCompiler.of_model(config.model.path)
         self._grammars.prepare()
         if config.model.is_emulated:
             self._max_context = config.model.max_context
-            self._runner: Runner = EmulatedRunner.for_requests(
-                config, is_draft=False, slots_per_request=self._max_context + self._max_nodes
+            shape = emulated_shape(config.model.emulated.vocab_size)
+            self._runner: Runner = EmulatedRunner.with_pages(
+                config, is_draft=False, num_pages=self._num_pages(shape)
             )
         else:
             self._runner = self._load_runner()
+        self._runner.kv.keeps_prefixes = config.placement.prefix_cache
         self._runner.warm_up()
         self._judge = Judge(
             config.speculation.verification,
             logits_dtype=torch.float64 if config.model.dtype is DType.float64 else torch.float32,
             max_depth=proposal_depth(config.speculation) if self._has_draft else 0,
+        )
+        self._ledger = PageLedger(
+            self._runner.kv,
+            max_context=self._max_context,
+            num_nodes=self._max_nodes,
+            has_draft=self._has_draft,
+        )
+        self._admission = Admission(
+            self._ledger,
+            max_requests=config.max_requests,
+            max_context=self._max_context,
+            new_sequence=self._new_sequence,
         )
         self._eos_token_ids = frozenset(self._runner.shape.eos_token_ids)
         self._vocab_ids = torch.arange(self._runner.shape.vocab_size)
@@ -123,15 +143,28 @@ class TargetVerifier(Stage):
             model = load_model(config.model.path, dtype=getattr(torch, config.model.dtype.value))
         self._model = None  # the runner keeps packed copies of the weights
         self._max_context = min(config.model.max_context, model.shape.max_position)
-        return ModelRunner.for_requests(
+        return ModelRunner.with_pages(
             model,
-            num_requests=config.max_requests,
-            slots_per_request=self._max_context + self._max_nodes,
+            num_pages=self._num_pages(model.shape),
             page_size=config.placement.page_size,
             cpu_kernels=config.model.cpu_kernels,
             weight_format=config.model.weights,
             is_format_binding=True,
         )
+
+    def _num_pages(self, shape: ModelShape) -> int:
+        config = self._config
+        plan = plan_kv(config, shape, draft_shape(config, shape))
+        if plan.num_full_requests < config.max_requests:
+            _log.warning(
+                "the memory for KV caches (placement.kv_memory=%s) holds %.1f requests of "
+                "model.max_context=%d, not max_requests=%d: long ones may wait, or be read again",
+                config.placement.kv_memory,
+                plan.num_full_requests,
+                min(config.model.max_context, shape.max_position),
+                config.max_requests,
+            )
+        return plan.target_pages
 
     def kernel_tracer(self) -> KernelTracer:
         """What PyTorch does for the target."""
@@ -145,24 +178,24 @@ class TargetVerifier(Stage):
         """Drop every request."""
         self._sequences.clear()
         self._by_draft_id.clear()
-        self._waiting.clear()
 
     # --- messages --------------------------------------------------------------------------------------
 
     def handle(self, message: VerifierMessage) -> None:
-        """Queue a request, take a proposal, or cancel."""
+        """Queue a request, take a proposal or the draft's capacity, or cancel."""
         match message:
             case TokenizedRequest():
                 self._enqueue(message)
             case Proposal():
                 self._take_proposal(message)
+            case DraftCapacity():
+                self._ledger.set_draft(message)
             case CancelRequest():
                 self._cancel(message.request_id)
 
     def _enqueue(self, request: TokenizedRequest) -> None:
         request_id = request.request_id
-        is_known = request_id in self._sequences or any(w.request_id == request_id for w in self._waiting)
-        if is_known:
+        if request_id in self._sequences or request_id in self._admission:
             fault: str | None = f"request id {request_id!r} is in use; choose another"
         else:
             fault = fault_of_prompt(
@@ -171,7 +204,7 @@ class TargetVerifier(Stage):
                 request.sampling, eos_token_ids=self._eos_token_ids, vocab_size=len(self._vocab_ids)
             )
         if fault is None:
-            self._waiting.append(request)
+            self._admission.add(request)
         else:
             self._fail(request_id, fault)
 
@@ -215,12 +248,11 @@ class TargetVerifier(Stage):
             sequence.rest_rounds = proposal.rest_rounds
 
     def _cancel(self, request_id: str) -> None:
-        waiting = next((w for w in self._waiting if w.request_id == request_id), None)
-        if waiting is not None:
-            self._waiting.remove(waiting)
+        found = self._sequences.get(request_id) or self._admission.withdraw(request_id)
+        if isinstance(found, TokenizedRequest):
             self._fail(request_id, "cancelled before it started")
-        elif (sequence := self._sequences.get(request_id)) is not None:
-            self._commit(sequence, [], Ending(num_kept=0, finish_reason=FinishReason.CANCELLED))
+        elif found is not None:
+            self._commit(found, [], Ending(num_kept=0, finish_reason=FinishReason.CANCELLED))
 
     def _fail(self, request_id: str, reason: str) -> None:
         self._outbox.send(StageName.FRONTEND, RequestFailed(request_id=request_id, reason=reason))
@@ -229,18 +261,32 @@ class TargetVerifier(Stage):
 
     def work(self) -> bool:
         """Admit what there is room for and run one forward, or make noise ahead."""
-        while self._waiting and len(self._sequences) < self._config.max_requests:
-            self._admit(self._waiting.popleft())
+        while (admitted := self._admission.next(num_active=len(self._sequences))) is not None:
+            self._start(admitted)
         step = next_step(
             self._sequences.values(),
             has_draft=self._has_draft,
             chunk_size=self._config.placement.prefill_chunk,
         )
         if step is not None:
-            self._run(step)
+            self._make_room(step.rounds)
+            self._run(step.of_those(self._sequences.values()))
             return True
         running = [sequence for sequence in self._sequences.values() if not sequence.is_prefilling]
         return self._make_noise_ahead(running)
+
+    def _make_room(self, sequences: list[Sequence]) -> None:
+        """Have these hold the pages of their round; if there are too few, the youngest of all lose theirs."""
+        for sequence in sorted(sequences, key=lambda s: s.arrival):
+            while sequence.draft_id in self._by_draft_id and not self._ledger.grow(sequence):
+                self._preempt(max(self._sequences.values(), key=lambda s: s.arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a request's KV away. It keeps all its tokens, and is read again once there is room."""
+        self._send_held()
+        self._drop_kv(sequence)
+        sequence.preempt()
+        self._admission.put_back(sequence)
 
     def _make_noise_ahead(self, sequences: list[Sequence]) -> bool:
         """One row of noise for a coming round, while the target would only wait."""
@@ -251,23 +297,28 @@ class TargetVerifier(Stage):
         self._note(SpanKind.NOISE, start_ns, [sequence], count=1)
         return True
 
-    def _admit(self, request: TokenizedRequest) -> None:
+    def _new_sequence(self, request: TokenizedRequest, kv: KVHandle) -> Sequence | None:
+        """What is kept of a request. None, and it failed, if its grammar cannot be used."""
         prompt, sampling = request.prompt_token_ids, request.sampling
-        max_len = min(len(prompt) + sampling.max_tokens, self._max_context)
         try:
             # A millisecond or a few, once for each grammar: the tokenizer has refused what is broken.
             grammar = begin_grammar(self._grammars, sampling, eos_token_ids=self._eos_token_ids)
-            kv = self._runner.kv.allocate(max_len + self._max_nodes)
         except RequestError as error:
             self._fail(request.request_id, str(error))
-            return
-        self._num_admitted += 1
-        sequence = Sequence(
+            return None
+        clock = RoundClock(submitted_ns=request.submitted_ns, target=self._clock, has_cache=self._has_cache)
+        clock.num_cached_prompt_tokens = kv.num_cached
+        if sampling.stop or request.prompt_text is not None:
+            begin_text = BeginText(
+                request_id=request.request_id, stop=sampling.stop, prompt_text=request.prompt_text
+            )
+            self._outbox.send(StageName.DETOKENIZER, begin_text)
+        return Sequence(
             request_id=request.request_id,
-            draft_id=f"{request.request_id}#{self._num_admitted}",
+            sampling=sampling,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
-            max_len=max_len,
+            max_len=min(len(prompt) + sampling.max_tokens, self._max_context),
             kv=kv,
             law=TokenLaw(
                 self._judge.sampling_of_target(sampling),
@@ -279,26 +330,24 @@ class TargetVerifier(Stage):
             acceptance_seed=self._judge.acceptance_seed(sampling),
             stop_rules=self._stop_rules(sampling),
             num_top_logprobs=sampling.logprobs,
-            clock=RoundClock(
-                submitted_ns=request.submitted_ns, target=self._clock, has_cache=self._has_cache
-            ),
+            clock=clock,
         )
-        self._sequences[request.request_id] = sequence
+
+    def _start(self, sequence: Sequence) -> None:
+        """Read the tokens of a request that was admitted, or admitted again."""
+        self._sequences[sequence.request_id] = sequence
         self._by_draft_id[sequence.draft_id] = sequence
-        if sampling.stop or request.prompt_text is not None:
-            begin_text = BeginText(
-                request_id=request.request_id, stop=sampling.stop, prompt_text=request.prompt_text
-            )
-            self._outbox.send(StageName.DETOKENIZER, begin_text)
         if self._has_draft:
             # Before the prefill, so that the draft reads the prompt at the same time.
             self._outbox.send(
                 StageName.SPECULATOR,
                 BeginDraft(
                     request_id=sequence.draft_id,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    max_len=max_len,
+                    prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                    output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+                    round_id=sequence.round_id,
+                    sampling=sequence.sampling,
+                    max_len=sequence.max_len,
                     eos_token_ids=sorted(self._eos_token_ids),
                 ),
             )
@@ -316,7 +365,7 @@ class TargetVerifier(Stage):
         """One forward, then commit what came of it."""
         self._send_held()
         start_ns = time.monotonic_ns()
-        self._start_clocks(step.rounds, now_ns=start_ns)
+        self._start_clocks(step, now_ns=start_ns)
         results = compute(step, self._runner, self._judge)
         end_ns = time.monotonic_ns()
         self._clock.add(start_ns, end_ns)
@@ -331,10 +380,13 @@ class TargetVerifier(Stage):
             compute_ns=0 if step.chunks else end_ns - start_ns,
         )
 
-    def _start_clocks(self, sequences: list[Sequence], *, now_ns: int) -> None:
-        proposals = [s.proposal for s in sequences if s.proposal is not None]
+    def _start_clocks(self, step: Step, *, now_ns: int) -> None:
+        proposals = [s.proposal for s in step.rounds if s.proposal is not None]
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
-        for sequence in sequences:
+        for chunk in step.chunks:
+            if chunk.is_first and chunk.sequence.round_id > 0:  # of a request that was pre-empted
+                chunk.sequence.clock.start_round(None, draft_spans=[], now_ns=now_ns)
+        for sequence in step.rounds:
             sequence.clock.start_round(
                 sequence.proposal,
                 draft_spans=draft_spans,
@@ -375,7 +427,7 @@ class TargetVerifier(Stage):
                 self._fail_running(sequence, f"structured_outputs: the answer cannot be completed: {fault}")
                 return
         num_accepted = min(len(accepted), ending.num_kept)
-        if sequence.is_prefilling:
+        if sequence.round_id == 0:
             sequence.clock.end_prefill(decided_ns)
         else:
             sequence.clock.end_round(
@@ -469,8 +521,13 @@ class TargetVerifier(Stage):
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a request everywhere."""
+        if sequence.draft_id in self._by_draft_id:  # else it was pre-empted
+            self._drop_kv(sequence)
+
+    def _drop_kv(self, sequence: Sequence) -> None:
+        """The request is admitted no longer, here and in the draft."""
         del self._sequences[sequence.request_id], self._by_draft_id[sequence.draft_id]
-        self._runner.kv.free(sequence.kv)
+        self._ledger.close(sequence)
         if self._has_draft:
             end = EndDraft(request_id=sequence.draft_id)
             self._outbox.send(StageName.SPECULATOR, end)

@@ -326,7 +326,9 @@ def test_a_disagreement_about_what_is_committed_ends_the_run_instead_of_hanging(
     target = tiny_target()
     pipeline = TinyPipeline(make_config(), target, draft_by_name("noisy", target))
     # Round 1 is proposed and not yet verified.
-    pipeline.runtime.hold = lambda sender, receiver, message: sender is StageName.SPECULATOR
+    pipeline.runtime.hold = lambda sender, receiver, message: (
+        isinstance(message, Proposal) and sender is StageName.SPECULATOR
+    )
     pipeline.submit("r", PROMPT, _greedy())
     pipeline.runtime.run_until_idle()
     pipeline.runtime.send(receiver, message)

@@ -40,9 +40,7 @@ def _shape(kind: str) -> ModelShape:
 def _logits(model: LoadedModel, kernels: CpuKernels, lengths: list[int]) -> torch.Tensor:
     """Of the same tokens in forwards of the given lengths, one after another."""
     torch.set_num_threads(1)
-    runner = ModelRunner.for_requests(
-        model, num_requests=1, slots_per_request=512, page_size=16, cpu_kernels=kernels
-    )
+    runner = ModelRunner.with_pages(model, num_pages=32, page_size=16, cpu_kernels=kernels)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.shape.vocab_size, (sum(lengths),), generator=generator).tolist()
     handle = runner.kv.allocate(512)

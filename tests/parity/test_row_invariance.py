@@ -140,3 +140,26 @@ def test_a_long_prompt_and_many_short_ones_in_one_forward_are_what_they_are_alon
         )
     )
     assert torch.equal(together, torch.cat(expected)[wanted])
+
+
+@needs_native
+@pytest.mark.parametrize("step", [1, 7, 200])
+@pytest.mark.parametrize("page_size", [16, 4])
+def test_a_beginning_that_was_read_before_gives_the_same_bits(step: int, page_size: int) -> None:
+    """However many rows it was read in, and wherever its pages lie: up to `MAX_SEQUENCE_ROWS` at once."""
+    runner = _runner("tiny", CpuKernels.native, page_size)
+    runner.kv.keeps_prefixes = True
+    draw = random.Random(6)
+    tokens = [draw.randrange(runner.shape.vocab_size) for _ in range(230)]
+    alone = runner.kv.allocate(230)
+    expected = _forward(runner, tokens, (alone, 0, 230))
+    earlier = runner.kv.allocate(200, token_ids=tokens[:200])
+    runner.kv.allocate(1)
+    for start in range(0, 200, step):
+        _forward(runner, tokens, (earlier, start, min(step, 200 - start)))
+    runner.kv.keep(earlier, tokens[:200])
+    later = runner.kv.allocate(230, token_ids=tokens)
+    assert later.num_cached == 200 // page_size * page_size
+    assert later.first_slot is None, "the pages behind are held"
+    rest = 230 - later.num_cached
+    assert torch.equal(_forward(runner, tokens, (later, later.num_cached, rest)), expected[-rest:])

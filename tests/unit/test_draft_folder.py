@@ -215,7 +215,7 @@ def test_the_engine_loads_the_folder_as_a_draft_model(tmp_path: Path, target_fol
     config.model.dtype = DType.float64
     config.speculation.draft.kind = DraftKind.model
     config.speculation.draft.path = str(resolve(folder))
-    source = load_source(config, max_nodes=8)
+    source = load_source(config)
     target = load_model(target_folder, dtype=torch.float64)
     pipeline = TinyPipeline(config, target, source)
     expected = PlainDecoder(target).generate(PROMPT, sampling(0.0))
@@ -242,7 +242,7 @@ def test_a_draft_that_does_not_load_is_named_by_its_own_key(
     config.speculation.draft.kind = DraftKind.model
     config.speculation.draft.path = str(draft)
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_source(config, max_nodes=8)
+        load_source(config)
     assert str(caught.value).startswith("speculation.draft.path: ")
 
 

@@ -96,7 +96,7 @@ def test_a_row_finds_its_context_through_mask_and_prefix():
     """A branch read beside another one gives the logits that it gives alone, after a move too."""
     config = RunConfig()
     config.model.emulated = CONFIG
-    runner = EmulatedRunner.for_requests(config, is_draft=False, slots_per_request=32)
+    runner = EmulatedRunner.with_pages(config, is_draft=False, num_pages=2)
     plain, tree = runner.kv.allocate(8), runner.kv.allocate(8)
 
     def forward(kv, tokens, positions, slots, *, prefix, tail, mask=None):
@@ -124,7 +124,7 @@ def test_a_table_is_interpolated_and_goes_on_beyond_its_end():
 def test_a_forward_lasts_what_the_table_says_and_does_not_burn_the_core():
     config = RunConfig()
     config.model.emulated = EmulatedConfig(target_rows=[1, 3], target_ms=[20.0, 40.0])
-    runner = EmulatedRunner.for_requests(config, is_draft=False, slots_per_request=32)
+    runner = EmulatedRunner.with_pages(config, is_draft=False, num_pages=2)
     runner.warm_up()
     for num_rows, expected_s in ((1, 0.020), (3, 0.040)):
         lasted, burnt = [], []

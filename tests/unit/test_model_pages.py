@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import subprocess
 import sys
@@ -162,3 +163,136 @@ KVCache(shape=tiny_shape(), num_slots=1 << 20, page_size=16, dtype=torch.float64
     last = done.stderr.splitlines()[-1]
     assert last.startswith("conf.errors.ConfigError: the KV cache needs 1.0 GiB ")
     assert last.endswith("lower max_requests or model.max_context")
+
+
+def test_a_handle_grows_in_place_and_is_still_read_as_a_view() -> None:
+    cache = make_cache(num_slots=64)
+    handle = cache.allocate(4, max_slots=32)
+    other = cache.allocate(8)
+    assert other.first_slot == 32, "the pages that the first may need are left to it"
+    for num_slots in (5, 9, 32):
+        assert cache.grow(handle, num_slots)
+        assert handle.first_slot == 0
+        assert handle.physical_list == list(range(handle.num_slots))
+        assert handle.physical[: handle.num_slots].tolist() == handle.physical_list
+    assert cache.grow(handle, 31), "it is there already"
+    assert cache.free_pages == 6
+    assert not cache.grow(handle, 57)
+    assert (handle.num_slots, cache.free_pages) == (32, 6)
+    cache.free(handle)
+    cache.free(other)
+    cache.check_integrity()
+
+
+def test_a_handle_that_cannot_grow_in_place_is_gathered() -> None:
+    cache = make_cache(num_slots=64)
+    handle, other = cache.allocate(4), cache.allocate(4)
+    assert cache.grow(handle, 70) is False
+    assert cache.grow(handle, 60)
+    assert (handle.first_slot, handle.pages) == (None, [0, *range(2, 16)])
+    assert handle.physical[:60].tolist() == handle.physical_list
+    fill(cache, handle, 60)
+    keys, _ = cache.read(0, handle, 59)
+    assert torch.equal(keys, cache.storage[0, 0][:, handle.physical_list[:59]])
+    for each in (handle, other):
+        cache.free(each)
+    cache.check_integrity()
+
+
+def test_a_text_that_was_read_before_is_shared_by_whole_pages_and_never_written() -> None:
+    cache = make_cache(num_slots=64)
+    cache.keeps_prefixes = True
+    text = list(range(100, 114))
+    first = cache.allocate(14, token_ids=text)
+    assert first.num_cached == 0
+    cache.keep(first, text)
+    second = cache.allocate(20, token_ids=[*text[:9], 7, 7, 7, 7])
+    assert (second.num_cached, second.pages[:2]) == (8, first.pages[:2])
+    assert not set(second.pages[2:]) & set(first.pages)
+    with pytest.raises(AssertionError, match="slot 7 is written, 8 are shared"):
+        cache.move(second, [9], [7])
+    with pytest.raises(AssertionError, match="slot 11 is written, 12 are shared"):
+        cache.move(first, [13], [11])
+    cache.free(first, text)
+    cache.free(second)
+    cache.check_integrity()
+    third = cache.allocate(20, token_ids=text)
+    assert third.num_cached == 12
+    assert third.first_slot is not None, "the pages behind are free again"
+    fourth = cache.allocate(12, token_ids=text[:12])
+    assert fourth.num_cached == 8, "the last token is computed, for its logits"
+    assert fourth.first_slot is None
+    for handle in (third, fourth):
+        cache.free(handle)
+    cache.check_integrity()
+
+
+def test_kept_pages_make_room_and_are_counted_as_free() -> None:
+    cache = make_cache(num_slots=32)
+    cache.keeps_prefixes = True
+    texts = [[number] * 8 for number in range(4)]
+    for text in texts:
+        cache.free(cache.allocate(8, token_ids=text), text)
+    assert cache.free_pages == 8
+    found = cache.allocate(9, token_ids=[*texts[0], 5])
+    assert found.num_cached == 8
+    # Two kept pages of the eight are held now: three more than the others have cannot be had.
+    with pytest.raises(RequestError, match="5 of 8 pages are free"):
+        cache.allocate(21, token_ids=[*texts[1], 5])
+    with pytest.raises(RequestError):
+        cache.allocate(17, num_spare=1)
+    other = cache.allocate(20)
+    assert cache.free_pages == 0
+    for handle in (found, other):
+        cache.free(handle)
+    cache.check_integrity()
+    cache.free(cache.allocate(32), list(range(32)))
+    assert cache.allocate(9, token_ids=[*texts[0], 5]).num_cached == 0
+
+
+def test_without_the_switch_nothing_is_kept() -> None:
+    cache = make_cache()
+    text = list(range(8))
+    cache.free(cache.allocate(8, token_ids=text), text)
+    assert cache.allocate(9, token_ids=[*text, 1]).num_cached == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_texts_read_back_what_was_written_for_the_same_tokens(seed: int) -> None:
+    """Every slot is written with the hash of the tokens up to it; what is shared must hold that already."""
+    draw = random.Random(seed)
+    page_size = draw.choice([1, 2, 4])
+    cache = make_cache(num_slots=24 * page_size, page_size=page_size, dtype=torch.float64)
+    cache.keeps_prefixes = True
+    live: list[tuple[KVHandle, list[int]]] = []
+
+    def mark(text: list[int], slot: int) -> float:
+        return float(hash(tuple(text[: slot + 1])) % 1_000_003)
+
+    for _ in range(300):
+        if draw.random() < 0.5 or not live:
+            text = [draw.randrange(2) for _ in range(draw.randint(1, 6 * page_size))]
+            try:
+                handle = cache.allocate(len(text) + draw.randint(0, 3), token_ids=text)
+            except RequestError:
+                continue
+            for slot in range(handle.num_cached, len(text)):
+                cache.storage[:, :, :, handle.physical_list[slot]] = mark(text, slot)
+            live.append((handle, text))
+        elif draw.random() < 0.5:
+            handle, text = draw.choice(live)
+            new = [*text, *(draw.randrange(2) for _ in range(draw.randint(1, 2 * page_size)))]
+            if cache.grow(handle, len(new)):
+                for slot in range(len(text), len(new)):
+                    cache.storage[:, :, :, handle.physical_list[slot]] = mark(new, slot)
+                text[:] = new
+        else:
+            handle, text = live.pop(draw.randrange(len(live)))
+            cache.free(handle, text if draw.random() < 0.7 else ())
+        for handle, text in live:
+            found = cache.storage[0, 0, 0, handle.physical_list[: len(text)], 0].tolist()
+            assert found == [mark(text, slot) for slot in range(len(text))]
+            assert cache.read(0, handle, len(text))[0][0, :, 0].tolist() == found
+    for handle, text in live:
+        cache.free(handle, text)
+    cache.check_integrity()

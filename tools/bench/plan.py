@@ -177,6 +177,7 @@ def _resolved(entry: Entry, settings: BenchSettings) -> RunConfig:
         f"placement={_PLACEMENTS[SetUp.same_total_cores].name}",
         f"model.dtype={settings.dtype.name}",
         f"max_tokens={settings.max_tokens}",
+        "placement.prefix_cache=false",  # repeats and other temperatures ask the same prompts again
         *entry.overrides,
     ]
     if settings.model is not None:

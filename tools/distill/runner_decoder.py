@@ -19,9 +19,7 @@ class RunnerDecoder:
     """`num_rows` sequences of up to `num_slots` tokens. The interface is that of `BatchDecoder`."""
 
     def __init__(self, model: LoadedModel, *, num_rows: int, num_slots: int) -> None:
-        self._runner = ModelRunner.for_requests(
-            model, num_requests=num_rows, slots_per_request=num_slots, page_size=num_slots
-        )
+        self._runner = ModelRunner.with_pages(model, num_pages=num_rows, page_size=num_slots)
         self._handles = [self._runner.kv.allocate(num_slots) for _ in range(num_rows)]
 
     def read(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], owner: Sequence[int]) -> Tensor:

@@ -21,7 +21,15 @@ def config_of(settings: FigureSettings, *arguments: str) -> RunConfig:
     scale: tuple[str, ...] = ()
     if settings.model.startswith("emulated"):
         scale = (f"model.emulated.time_scale={settings.time_scale}",)
-    config = compose([f"model={settings.model}", *scale, "model.max_context=4096", *arguments])
+    config = compose(
+        [
+            f"model={settings.model}",
+            *scale,
+            "model.max_context=4096",
+            "placement.prefix_cache=false",
+            *arguments,
+        ]
+    )
     check(config)
     return resolve_models(config)
 
