@@ -78,7 +78,7 @@ class _DraftRequest:
     num_read: int
     """Of these, from the first."""
     num_to_keep: int
-    """Once so many are read, their pages are made known to later requests; 0 when that is done."""
+    """Of so many the pages are made known to later requests as they are read; 0 when that is done."""
     law: TokenLaw
     drawer: Drawer | None
     """Given where children are drawn by chance."""
@@ -178,9 +178,11 @@ class ModelDraft(DraftSource):
 
     def _note_read(self, request: _DraftRequest, tree: DraftTree) -> None:
         request.num_read = tree.num_read_committed
-        if 0 < request.num_to_keep <= request.num_read:
-            self._runner.kv.keep(request.kv, request.token_ids[: request.num_to_keep])
-            request.num_to_keep = 0
+        if request.num_to_keep > 0:
+            num_kept = min(request.num_to_keep, request.num_read)
+            self._runner.kv.keep(request.kv, request.token_ids[:num_kept])
+            if num_kept == request.num_to_keep:
+                request.num_to_keep = 0
 
     def _rank(self, jobs: Sequence[ExtendJob], logits: Tensor) -> None:
         """Set what may follow the nodes from the roots on. logits: [those nodes of all jobs, V]."""

@@ -67,8 +67,8 @@ def compute(step: Step, runner: Runner, judge: Judge) -> list[RoundResult]:
     for chunk in step.chunks:
         sequence = chunk.sequence
         sequence.num_prefilled = chunk.end
+        runner.kv.keep(sequence.kv, sequence.token_ids[: chunk.end])
         if chunk.is_last:
-            runner.kv.keep(sequence.kv, sequence.token_ids)
             rows = logits[row : row + 1]
             row += 1
             token = judge.first_token(sequence, rows)

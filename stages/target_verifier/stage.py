@@ -260,9 +260,8 @@ class TargetVerifier(Stage):
     # --- work ------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Admit what there is room for and run one forward, or make noise ahead."""
-        while (admitted := self._admission.next(num_active=len(self._sequences))) is not None:
-            self._start(admitted)
+        """Admit requests and run one forward, or make noise ahead."""
+        self._admit()
         step = next_step(
             self._sequences.values(),
             has_draft=self._has_draft,
@@ -274,6 +273,16 @@ class TargetVerifier(Stage):
             return True
         running = [sequence for sequence in self._sequences.values() if not sequence.is_prefilling]
         return self._make_noise_ahead(running)
+
+    def _admit(self) -> None:
+        """As many as the coming forward reads: one that comes later may begin with what is read by then."""
+        while sum(s.prefill_len - s.num_prefilled for s in self._sequences.values() if s.is_prefilling) < (
+            self._config.placement.prefill_chunk
+        ):
+            admitted = self._admission.next(num_active=len(self._sequences))
+            if admitted is None:
+                return
+            self._start(admitted)
 
     def _make_room(self, sequences: list[Sequence]) -> None:
         """Have these hold the pages of their round; if there are too few, the youngest of all lose theirs."""
