@@ -269,7 +269,9 @@ class TargetVerifier(Stage):
         )
         if step is not None:
             self._make_room(step.rounds)
-            self._run(step.of_those(self._sequences.values()))
+            step = step.of_those(self._sequences.values())
+            if step.num_rows > 0:  # else all of it was pre-empted for a request whose turn comes now
+                self._run(step)
             return True
         running = [sequence for sequence in self._sequences.values() if not sequence.is_prefilling]
         return self._make_noise_ahead(running)
