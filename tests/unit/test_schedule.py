@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from pipeline.messages import Proposal, ProposalSource
+import torch
+
+from pipeline.messages import Proposal, ProposalSource, Sampling
 from stages.model.pages import KVHandle
 from stages.model.token_law import TokenLaw
 from stages.target_verifier.round_batch import pack
@@ -18,10 +20,14 @@ def _sequence(name: str, size: int, *, prefilled: int = 0, round_id: int = 0) ->
     return Sequence(
         request_id=name,
         draft_id=name,
+        sampling=Sampling(max_tokens=1),
+        prefill_len=size if round_id == 0 else 0,
         token_ids=list(range(size)),
         num_prompt_tokens=size,
         max_len=1000,
-        kv=KVHandle(pages=list(range(100)), page_size=16),
+        kv=KVHandle(
+            pages=list(range(100)), page_size=16, max_slots=1600, digests=[], device=torch.device("cpu")
+        ),
         law=cast(TokenLaw, None),
         stop_rules=cast(StopRules, None),
         clock=cast(RoundClock, None),
@@ -97,3 +103,24 @@ def test_rounds_come_first_and_only_the_end_of_a_prompt_has_logits() -> None:
     batch = pack(_step(running, _sequence("p", 30)))
     assert batch.logit_rows == [0, 1, 2], "its prompt goes on"
     assert pack(_step(running)).logit_rows is None
+
+
+def test_a_request_that_was_pre_empted_is_read_again_in_chunks() -> None:
+    running, again = _propose(_sequence("a", 5, round_id=2), [7]), _sequence("b", 14, round_id=3)
+    again.begin("b#2", again.kv)
+    step = _step(running, again)
+    assert (step.rounds, _chunks(step)) == ([running], [("b", 0, 10)])
+    assert step.chunks[0].is_first
+    again.num_prefilled = 10
+    assert _chunks(_step(running, again)) == [("b", 10, 14)]
+    again.num_prefilled = 14
+    assert next_step([running, again], has_draft=True, chunk_size=10) is None, "it waits for its proposal"
+
+
+def test_a_step_drops_those_that_lost_their_pages() -> None:
+    running, reading = _propose(_sequence("a", 5, round_id=2), [7]), _sequence("b", 14)
+    step = _step(running, reading)
+    assert step.of_those([running, reading]) == step
+    assert step.of_those([reading]).rounds == []
+    assert step.of_those([running]).chunks == []
+    assert step.of_those([]).num_rows == 0
