@@ -20,7 +20,7 @@ def _sequence(name: str, size: int, *, prefilled: int = 0, round_id: int = 0) ->
     return Sequence(
         request_id=name,
         draft_id=name,
-        sampling=Sampling(max_tokens=1),
+        sampling=Sampling(max_tokens=1, temperature=0.0, seed=1),
         prefill_len=size if round_id == 0 else 0,
         token_ids=list(range(size)),
         num_prompt_tokens=size,
