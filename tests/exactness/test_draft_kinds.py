@@ -51,7 +51,7 @@ def test_every_system_returns_the_tokens_of_plain_decoding(
     if config.speculation.draft.kind is DraftKind.model:
         config.speculation.draft.path = str(draft_folder)
     sampling = Sampling(max_tokens=24, temperature=temperature, seed=11)
-    source = load_source(config, max_nodes=200, num_ranked=8)
+    source = load_source(config, num_ranked=8)
     pipeline = TinyPipeline(config, load_model(str(target.folder), dtype=torch.float64), source)
     prompt = target.tokenizer.encode(PROMPT).ids
     assert pipeline.generate(prompt, sampling) == target.expected(PROMPT, sampling)
