@@ -60,6 +60,7 @@ class Admission:
             if found.request_id == request_id:
                 self._preempted = deque(s for s in self._preempted if s is not found)
                 self._waiting = deque(w for w in self._waiting if w is not found)
+                self._ledger.ask_again()
                 return found
         return None
 

@@ -31,7 +31,7 @@ class PageLedger:
         self.is_ready = not has_draft
         """Whether the draft has said what it has room for."""
         self._is_full = False
-        """Whether nobody gave pages back since there were too few for a request."""
+        """Whether there were too few for the first in line, and nobody gave any back since."""
 
     def set_draft(self, capacity: DraftCapacity) -> None:
         """What the draft has room for. Raises `EngineDead` if not even one request of full length fits."""
@@ -73,6 +73,10 @@ class PageLedger:
             self._draft_pages[draft_id] = num_draft
             self._num_draft_free -= num_draft
         return handle
+
+    def ask_again(self) -> None:
+        """Another request is the first in line, which may need fewer pages."""
+        self._is_full = False
 
     def grow(self, sequence: Sequence) -> bool:
         """Pages for the round of the request's proposal, and for what the draft does after it.
