@@ -179,6 +179,39 @@ def test_a_pre_emption_at_any_moment_changes_no_token(
     assert_nothing_is_held(pipeline)
 
 
+@pytest.mark.parametrize("prefill_chunk", [1, 3])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("system", ["autoregressive", "speculative", "saguaro_tree"])
+def test_texts_that_are_read_again_in_chunks_change_no_token(
+    expected: dict[str, list[int]], system: str, prefix_cache: bool, prefill_chunk: int
+) -> None:
+    """Some are pre-empted once more, or for the first time, in the middle of it."""
+    config = _config(system, spare_pages=3)
+    config.placement.prefix_cache, config.placement.prefill_chunk = prefix_cache, prefill_chunk
+    pipeline = _pipeline(config, _source(system), order_seed=prefill_chunk)
+    for request_id, prompt in PROMPTS.items():
+        pipeline.submit(request_id, prompt, SAMPLINGS[request_id])
+    verifier = _verifier(pipeline)
+    for count in (1, 3, 5, 7):
+        pipeline.runtime.run_until(
+            lambda count=count: any(  # type: ignore[misc]
+                s.is_prefilling and s.num_prefilled >= count for s in verifier._sequences.values()
+            )
+        )
+        youngest = max(verifier._sequences.values(), key=lambda s: s.arrival)
+        assert youngest.is_prefilling
+        verifier._preempt(youngest)
+    pipeline.finish(*PROMPTS)
+    for name in PROMPTS:
+        assert pipeline.recorder.tokens(name) == expected[name]
+        blocks = [m for m in pipeline.recorder.committed if m.request_id == name]
+        assert [m.round_id for m in blocks] == list(range(len(blocks)))
+        assert blocks[-1].metrics is not None
+        assert blocks[-1].metrics.num_rounds == len(blocks)
+    assert _num_preemptions(pipeline) >= 4
+    assert_nothing_is_held(pipeline)
+
+
 @pytest.mark.parametrize("order_seed", range(4))
 @pytest.mark.parametrize("system", ["autoregressive", "speculative", "saguaro_tree"])
 def test_cancels_beside_pre_emptions_leave_the_others_right(
@@ -206,6 +239,22 @@ def test_cancels_beside_pre_emptions_leave_the_others_right(
             )
         else:
             assert end.finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP)
+    assert_nothing_is_held(pipeline)
+
+
+def test_who_waited_behind_a_request_that_is_cancelled_waits_no_longer() -> None:
+    config = _config("autoregressive", spare_pages=None)
+    config.placement.kv_memory = f"{MAX_CONTEXT * SLOT_KIB}KiB"
+    pipeline = _pipeline(config, None)
+    pipeline.submit("runs", PROMPTS["a"], Sampling(max_tokens=40, seed=1, ignore_eos=True))
+    pipeline.submit("big", list(range(40, 100)), Sampling(max_tokens=4, seed=1))
+    pipeline.submit("small", PROMPTS["b"], Sampling(max_tokens=4, seed=1))
+    pipeline.runtime.run_until(lambda: len(pipeline.recorder.tokens("runs")) > 3)
+    assert pipeline.recorder.tokens("small") == [], "nobody overtakes"
+    pipeline.runtime.send(StageName.VERIFIER, CancelRequest(request_id="big"))
+    pipeline.runtime.run_until(lambda: pipeline.recorder.end("small") is not None)
+    assert pipeline.recorder.end("runs") is None
+    pipeline.finish("runs")
     assert_nothing_is_held(pipeline)
 
 
