@@ -234,7 +234,7 @@ class DraftSpeculator(Stage):
         request.rest_left = rounds
         request.source, request.ready_length = ProposalSource.DRAFT, 0
         self._propose(request, [], useful=0)
-        request.is_resting = True
+        request.is_resting, request.is_behind = True, False
         self._rest(request, rounds)
 
     def _rest(self, request: DraftRequest, rounds: int) -> None:

@@ -277,3 +277,30 @@ def test_a_batch_rests_together_whoever_joins_and_leaves(
     _run_all(pipeline, expected)
     assert all(len(left) <= 1 for left in rests), "all rest, for as long"
     assert sum(left not in ({-1}, set()) for left in rests) > 10
+
+
+def test_a_rest_that_follows_a_round_of_catching_up_is_measured_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _SleepyLater)
+    monkeypatch.setattr("stages.draft_speculator.stage._MOST_BEHIND", 3)
+    pipeline = _pipeline("speculative", target_is_slow=False)
+    measures = _speculator(pipeline)._measures
+    is_plain: list[bool | None] = []
+    turnarounds: list[float] = []
+    monkeypatch.setattr(measures, "add_round", lambda **figures: is_plain.append(figures["is_plain"]))
+    monkeypatch.setattr(measures, "add_turnaround", turnarounds.append)
+    pipeline.submit("r", PROMPTS["long"], Sampling(max_tokens=40, seed=1, ignore_eos=True))
+    pipeline.runtime.run_until(lambda: len(is_plain) == 5)
+    assert is_plain == [None, True, True, True, True]
+    assert len(turnarounds) == 1, "nothing was under way while speculation rested"
+
+
+class _SleepyLater(Planner):
+    """Rests for three rounds after the second answer."""
+
+    asked = 0
+
+    def rest_rounds(self) -> int:
+        self.asked += 1
+        return 3 if self.asked == 2 else 0
