@@ -164,9 +164,6 @@ class ModelDraft(DraftSource):
             token_ids += [tree.token_ids[node] for node in job.nodes]
             positions += [tree.position(node) for node in job.nodes]
             sequences.append(_sequence_rows(tree, job.nodes, self._requests[job.request_id].kv))
-            drawer = self._requests[job.request_id].drawer
-            if drawer is not None:
-                drawer.note_committed(tree)  # a prompt is read, and forgotten by the tree, in parts
         logits = self._runner.forward(
             ForwardBatch(token_ids=token_ids, positions=positions, sequences=sequences, logit_rows=logit_rows)
         )
