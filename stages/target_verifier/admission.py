@@ -40,6 +40,13 @@ class Admission:
         return [sequence.request_id for sequence in self._preempted]
 
     @property
+    def next_length(self) -> int | None:
+        """Tokens of the first in line; None if nobody waits."""
+        if self._preempted:
+            return len(self._preempted[0].token_ids)
+        return len(self._waiting[0].prompt_token_ids) if self._waiting else None
+
+    @property
     def _line(self) -> list[TokenizedRequest | Sequence]:
         return [*self._preempted, *self._waiting]
 

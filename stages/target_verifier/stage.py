@@ -278,9 +278,11 @@ class TargetVerifier(Stage):
 
     def _admit(self) -> None:
         """As many as the coming forward reads: one that comes later may begin with what is read by then."""
-        while sum(s.prefill_len - s.num_prefilled for s in self._sequences.values() if s.is_prefilling) < (
-            self._config.placement.prefill_chunk
-        ):
+        chunk = self._config.placement.prefill_chunk
+        while (length := self._admission.next_length) is not None:
+            num_unread = sum(s.prefill_len - s.num_prefilled for s in self._sequences.values())
+            if num_unread > 0 and num_unread + min(length, chunk) > chunk:
+                return
             admitted = self._admission.next(num_active=len(self._sequences))
             if admitted is None:
                 return

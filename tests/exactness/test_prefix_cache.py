@@ -143,6 +143,18 @@ def test_requests_with_one_beginning_share_it_and_stay_apart(system: str, order_
     assert_nothing_is_held(pipeline)
 
 
+@pytest.mark.parametrize("prefill_chunk", [128, 64])
+def test_prompts_that_come_together_and_do_not_fit_in_one_forward_are_read_once(prefill_chunk: int) -> None:
+    pipeline = _pipeline("autoregressive", prefill_chunk=prefill_chunk)
+    common = [(7 * i) % 100 + 20 for i in range(100)]
+    names = [f"r{index}" for index in range(4)]
+    for index, name in enumerate(names):
+        pipeline.submit(name, [*common, index], Sampling(max_tokens=20, seed=index, ignore_eos=True))
+    pipeline.finish(*names)
+    cached = [_metrics(pipeline, name).num_cached_prompt_tokens for name in names]
+    assert cached == [0, 100, 100, 100]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("system", ["autoregressive", "speculative", "saguaro", "saguaro_tree"])
 def test_chats_with_cancels_in_a_small_cache_return_what_plain_decoding_does(system: str, seed: int) -> None:
