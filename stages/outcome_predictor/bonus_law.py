@@ -15,6 +15,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.outcome_predictor.calibrated import sharpened
+
 _TAUS = np.exp2(np.arange(-8, 13) / 4)
 """From 1/4 to 8: what is left after a rejection is flat, where the draft was sure and wrong."""
 _TAILS = np.exp2(-np.arange(0.0, 9.0))
@@ -23,8 +25,6 @@ _DECAY = 0.995
 """Per observed token: two hundred of them are remembered."""
 _PRIOR = 1.0
 """Log-likelihood that a halving or doubling of tau or tail costs before anything was seen."""
-_FLOOR = -1e30
-"""Below every log-probability; finite, so that a row without candidates makes no NaN."""
 
 
 class BonusLaw:
@@ -54,10 +54,7 @@ class BonusLaw:
 
         weights: [rows, width] log weights, -inf for what cannot follow. is_tail: [rows, width].
         """
-        scaled = np.maximum(weights, _FLOOR) / self.tau + is_tail * math.log(self.tail)
-        peak = scaled.max(axis=1, keepdims=True)
-        totals = np.exp(scaled - peak).sum(axis=1, keepdims=True)
-        found: NDArray[np.float64] = scaled - (peak + np.log(totals))
+        found = sharpened(weights + self.tau * math.log(self.tail) * is_tail, self.tau)
         found[weights == -np.inf] = -np.inf
         return found
 
@@ -65,7 +62,7 @@ class BonusLaw:
         """Learn that the token of this column followed. weights, is_tail: [width] of its row."""
         if weights[column] == -np.inf:
             return  # it was held to be impossible, and says nothing about the others
-        scaled = (np.maximum(weights, _FLOOR) / _TAUS[:, None])[:, None, :]
+        scaled = (weights / _TAUS[:, None])[:, None, :]
         scaled = scaled + is_tail * np.log(self._tails)[None, :, None]
         gains = scaled[..., column] - np.logaddexp.reduce(scaled, axis=2)
         self._log_likelihood = self._log_likelihood * _DECAY + gains
