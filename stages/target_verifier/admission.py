@@ -28,45 +28,40 @@ class Admission:
         self._max_requests = max_requests
         self._max_context = max_context
         self._new_sequence = new_sequence
-        self._waiting: deque[TokenizedRequest] = deque()
-        self._preempted: deque[Sequence] = deque()
-        """The oldest first."""
+        self._line: deque[TokenizedRequest | Sequence] = deque()
+        """Those that were pre-empted, the oldest first, then the new ones as they came."""
         self._num_admissions = 0
         self._num_arrivals = 0
 
     @property
     def preempted(self) -> list[str]:
         """Ids of the requests that were pre-empted, in line."""
-        return [sequence.request_id for sequence in self._preempted]
+        return [waiting.request_id for waiting in self._line if isinstance(waiting, Sequence)]
 
     @property
     def next_length(self) -> int | None:
         """Tokens of the first in line; None if nobody waits."""
-        if self._preempted:
-            return len(self._preempted[0].token_ids)
-        return len(self._waiting[0].prompt_token_ids) if self._waiting else None
-
-    @property
-    def _line(self) -> list[TokenizedRequest | Sequence]:
-        return [*self._preempted, *self._waiting]
+        if not self._line:
+            return None
+        first = self._line[0]
+        return len(first.token_ids if isinstance(first, Sequence) else first.prompt_token_ids)
 
     def __contains__(self, request_id: str) -> bool:
         return any(request.request_id == request_id for request in self._line)
 
     def add(self, request: TokenizedRequest) -> None:
         """A new request, last in line."""
-        self._waiting.append(request)
+        self._line.append(request)
 
     def put_back(self, sequence: Sequence) -> None:
         """A request that gave its pages up, first in line; it is younger than any that still holds some."""
-        self._preempted.appendleft(sequence)
+        self._line.appendleft(sequence)
 
     def withdraw(self, request_id: str) -> TokenizedRequest | Sequence | None:
         """Take a request out of the line; None if it is not in it."""
-        for found in self._line:
+        for place, found in enumerate(self._line):
             if found.request_id == request_id:
-                self._preempted = deque(s for s in self._preempted if s is not found)
-                self._waiting = deque(w for w in self._waiting if w is not found)
+                del self._line[place]
                 self._ledger.ask_again()
                 return found
         return None
@@ -76,8 +71,8 @@ class Admission:
         if num_active >= self._max_requests or not self._ledger.is_ready:
             return None
         sequence: Sequence | None = None
-        while sequence is None and (line := self._line):
-            first = line[0]
+        while sequence is None and self._line:
+            first = self._line[0]
             if isinstance(first, Sequence):
                 token_ids, max_len = first.token_ids, first.max_len
             else:
@@ -87,11 +82,10 @@ class Admission:
             kv = self._ledger.open(draft_id, token_ids, max_len=max_len, num_active=num_active)
             if kv is None:
                 return None
+            self._line.popleft()
             if isinstance(first, Sequence):
-                self._preempted.popleft()
                 sequence = first
             else:
-                self._waiting.popleft()
                 sequence = self._new_sequence(first, kv)
                 if sequence is None:
                     self._ledger.cancel(draft_id, kv)
