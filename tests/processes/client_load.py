@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -44,8 +45,15 @@ def tree_of(pid: int) -> list[int]:
     return [pid, *map(int, children)]
 
 
-def open_files_of(pids: list[int]) -> int:
-    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+def open_files_of(pids: list[int]) -> Counter[str]:
+    """How many files of each kind some processes hold: sockets, pipes, shared memory and so on, each by its
+    process."""
+    found: Counter[str] = Counter()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found[f"{pid} {os.readlink(entry).partition('[')[0]}"] += 1
+    return found
 
 
 def resident_bytes_of(pids: list[int]) -> int:
@@ -136,10 +144,10 @@ def check_thousand(
     pids = tree_of(serving.process.pid)
     with Client(address) as client:
         Asker(client, questions, 0).blocks(questions[0], "warm-up")
-    files, shared = open_files_of(pids), traces(pids[0])
+    shared = traces(pids[0])
     ask = partial(ask_all, address, questions, num_requests=num_requests, max_context=max_context)
     kinds = ask(range(NUM_CLIENTS))
-    memory = resident_bytes_of(pids)
+    memory, files = resident_bytes_of(pids), open_files_of(pids)
     kinds += ask(range(NUM_CLIENTS, 2 * NUM_CLIENTS))
     assert resident_bytes_of(pids) - memory < MOST_GROWTH_BYTES
     assert kinds.total() == 2 * NUM_CLIENTS * num_requests
@@ -156,7 +164,9 @@ def check_thousand(
                 questions[0].prompt, max_tokens=max_context - 20, temperature=1.0, seed=n
             )
             assert all(answer.token_ids for answer in pool.map(fill, range(4)))
-    wait_until(lambda: open_files_of(pids) <= files)
+    wait_until(
+        lambda: open_files_of(pids) <= files, what=lambda: f"more files: {open_files_of(pids) - files}"
+    )
     assert tree_of(serving.process.pid) == pids
     assert traces(pids[0]) == shared
     serving.process.send_signal(signal.SIGINT)

@@ -42,11 +42,14 @@ def collect(supervisor: Supervisor, count: int, timeout_s: float = 20.0) -> list
     return items
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Poll a condition of the system that announces itself to nobody, such as the end of a process."""
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float = 10.0, what: Callable[[], str] = lambda: "not so"
+) -> None:
+    """Poll a condition of the system that announces itself to nobody, such as the end of a process; `what`
+    tells how things stand when it does not come true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        assert time.monotonic() < deadline, f"{what()} after {timeout_s} s"
         time.sleep(0.01)
 
 
