@@ -84,7 +84,9 @@ class Pace:
         self.speculative = Rate()
         """In rounds with proposals, since the last trial began."""
         self.plain = Rate()
-        """In rounds without."""
+        """In rounds without, since the last rest began."""
+        self.plain_before = 0.0
+        """The rate of the rest before, until this one has lasted for long enough."""
 
 
 class Measures:
@@ -142,10 +144,10 @@ class Measures:
     @property
     def plain_rate(self) -> float:
         """Of one request in rounds without: as measured while resting, else what the target's times say."""
-        plain = self._pace.plain
-        if plain.num_rounds >= _KNOWN_AFTER:
-            return plain.value
-        return 1 / self.target.predict_ns(self.num_active)
+        pace = self._pace
+        if pace.plain.num_rounds >= _KNOWN_AFTER:
+            return pace.plain.value
+        return pace.plain_before or 1 / self.target.predict_ns(self.num_active)
 
     @property
     def num_speculated(self) -> int:
@@ -178,6 +180,13 @@ class Measures:
     def start_trial(self) -> None:
         """Forget how fast speculation was."""
         self._pace.speculative = Rate()
+
+    def start_rest(self) -> None:
+        """Measure plain decoding anew."""
+        pace = self._pace
+        if pace.plain.num_rounds >= _KNOWN_AFTER:
+            pace.plain_before = pace.plain.value
+        pace.plain = Rate()
 
     def add_round(self, *, tokens: float, ns: float, is_plain: bool | None) -> None:
         """A round of the batch took `ns`, from decision to decision, and gave each request `tokens` tokens.

@@ -6,7 +6,8 @@ The engine's own speed is the price of time: at R tokens a second each milliseco
 - while the target waits, the draft takes another step as long as what it wins exceeds R times its time;
 - branches are read in the steps that win most for their time, and none is begun that would keep the target
   waiting for longer than it is worth;
-- where speculation as a whole is slower than plain decoding, it rests, and tries again later.
+- where speculation as a whole is slower than plain decoding, it rests, and tries again later; where it pays,
+  it rests now and then for as long as it takes to measure plain decoding anew.
 
 A forward and a draft step serve all requests of a batch, and whoever makes the target wait makes all wait: so
 time is priced at the speed of all of them together, and steps are weighed for all that share them.
@@ -31,6 +32,10 @@ _FIRST_PROBE, _PROBE = 10, 6
 _FIRST_REST, _LONGEST_REST = 8, 256
 _REST_BELOW = 0.98
 """Of plain decoding's speed: speculation that is a little slower may only have been unlucky."""
+_SETTLED = 32
+"""Rounds of speculation after which it is held to pay; a look-up or two may have been lucky before."""
+_COMPARE_AFTER, _COMPARE_LATER = 64, 20.0
+"""Rounds of speculation before plain decoding is measured anew, and how much later for each time as fast."""
 _FEWEST_BRANCHES = 4
 
 
@@ -228,25 +233,42 @@ class OnlinePlanner(Planner):
         return self._trials.setdefault(self.measures.batch_class, _Trial())
 
     def rest_rounds(self) -> int:
-        """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before."""
+        """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before.
+
+        Plain decoding is measured in rests only, and a shared machine or a longer context makes old figures
+        wrong: where speculation pays, a short rest renews them, the more seldom the more it pays.
+        """
         measures, trial = self.measures, self._trial
         if self._is_on_trial or not measures.is_known:
             return 0
-        if measures.speculative_rate >= _REST_BELOW * measures.plain_rate:
-            trial.next_rest = _FIRST_REST
-            return 0
+        gain = measures.speculative_rate / measures.plain_rate
+        num_speculated = measures.num_speculated
+        if gain >= _REST_BELOW:
+            if num_speculated >= _SETTLED:
+                trial.next_rest = _FIRST_REST
+            wait = _COMPARE_AFTER * (1 + _COMPARE_LATER * max(gain - 1, 0.0))
+            if num_speculated - trial.compared_at < wait:
+                return 0
+            trial.compared_at = num_speculated
+            measures.start_rest()
+            return _FIRST_REST
         rest, trial.next_rest = trial.next_rest, min(trial.next_rest * 2, _LONGEST_REST)
-        trial.judge_after = _PROBE
+        trial.judge_after, trial.compared_at = _PROBE, 0
+        measures.start_rest()
         measures.start_trial()
         return rest
 
 
 @dataclass(slots=True)
 class _Trial:
-    """How long speculation is tried before it is judged, and how long it rests if it does not pay."""
+    """How long speculation is tried before it is judged, and how long it rests if it does not pay.
+
+    compared_at: rounds of speculation, when plain decoding was last measured for comparison.
+    """
 
     judge_after: int = _FIRST_PROBE
     next_rest: int = _FIRST_REST
+    compared_at: int = 0
 
 
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:

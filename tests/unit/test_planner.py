@@ -254,6 +254,49 @@ def test_speculation_that_pays_does_not_rest() -> None:
     assert _planner(_measured()).rest_rounds() == 0
 
 
+def test_plain_decoding_is_measured_anew_the_more_seldom_the_more_speculation_pays() -> None:
+    waits = []
+    for round_ms in (20, 15):  # against 20.5 ms a plain token: 1.025 and 1.37 times as fast
+        measures = _measured(tokens=1, round_ms=round_ms)
+        planner = _planner(measures)
+        num_rounds = 40
+        while not (rest := planner.rest_rounds()):
+            measures.add_round(tokens=1, ns=round_ms * MS, is_plain=False)
+            num_rounds += 1
+        assert rest == 8
+        assert planner.rest_rounds() == 0, "one comparison, then it goes on"
+        waits.append(num_rounds)
+    assert 64 <= waits[0] < 150
+    assert 450 < waits[1] < 650
+
+
+def test_a_machine_on_which_plain_decoding_became_faster_is_noticed() -> None:
+    measures = _measured(tokens=1, round_ms=20)
+    planner = _planner(measures)
+    for _ in range(400):
+        if rest := planner.rest_rounds():
+            for _ in range(rest):
+                measures.add_round(tokens=1, ns=10 * MS, is_plain=True)
+            assert measures.plain_rate == pytest.approx(0.1 / MS)
+            break
+        measures.add_round(tokens=1, ns=20 * MS, is_plain=False)
+    assert planner.rest_rounds() == 8, "it does not pay any more"
+
+
+def test_a_lucky_trial_does_not_shorten_the_rests() -> None:
+    measures = _measured(tokens=1, round_ms=30)
+    planner = _planner(measures)
+    rests = []
+    for _ in range(4):
+        rests.append(planner.rest_rounds())
+        for tokens in (3, 1, 1, 3, 1, 1):
+            measures.add_round(tokens=tokens, ns=30 * MS, is_plain=False)
+        assert planner.rest_rounds() == 0, "a third more than plain decoding"
+        for _ in range(20):
+            measures.add_round(tokens=1, ns=30 * MS, is_plain=False)
+    assert rests == [8, 16, 32, 64]
+
+
 def test_nothing_is_planned_before_there_are_figures() -> None:
     planner = _planner(Measures(), rows=4, nodes=8)
     entries = _chain(0.8, 0.001)
