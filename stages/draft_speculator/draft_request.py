@@ -47,8 +47,6 @@ class DraftRequest:
     phase: Phase
     round_id: int = 0
     """The round whose proposal is with the target, or is being drafted."""
-    is_new: bool = True
-    """Whether the target has answered no proposal of it yet."""
     pending: list[int] = field(default_factory=list)
     """Tree indices of what its phase reads next."""
     steps_left: int = 0
@@ -82,7 +80,6 @@ class DraftRequest:
     def next_round(self) -> None:
         """The outcome is known: what was planned for the round before is over."""
         self.round_id += 1
-        self.is_new = False
         self.branches = []
         self.pending = []
         self.submitted = []

@@ -45,7 +45,6 @@ class RoundTally:
         self._num_requests = self._num_tokens = 0
         self._last_submitted_ns = 0
         self._due_ns = 0.0
-        self._are_all_new = True
         self._is_resting: set[bool] = set()
 
     def add(self, request: DraftRequest, outcome: Outcome) -> None:
@@ -55,7 +54,6 @@ class RoundTally:
         # The forward began with the last proposal.
         self._last_submitted_ns = max(self._last_submitted_ns, request.submitted_ns)
         self._due_ns = max(self._due_ns, request.due_ns)
-        self._are_all_new &= request.is_new
         if request.can_draft and not request.is_behind:
             self._is_resting.add(request.is_resting)
 
@@ -70,12 +68,11 @@ class RoundTally:
             if self._is_resting != {True}:
                 measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - self._last_submitted_ns)
                 measures.delays.add(outcome.decided_ns - self._due_ns)
-            if not self._are_all_new:  # else their prompts were read since the forward before, or nothing was
-                measures.add_round(
-                    tokens=self._num_tokens / self._num_requests,
-                    ns=outcome.decided_ns - self._last_decided_ns,
-                    # A round in which some speculated and others could not says nothing about either.
-                    is_plain=self._is_resting.pop() if len(self._is_resting) == 1 else None,
-                )
+            measures.add_round(
+                tokens=self._num_tokens / self._num_requests,
+                ns=outcome.decided_ns - self._last_decided_ns,
+                # A round in which some speculated and others could not says nothing about either.
+                is_plain=self._is_resting.pop() if len(self._is_resting) == 1 else None,
+            )
         self._last_decided_ns = outcome.decided_ns
         self._clear()

@@ -21,7 +21,9 @@ class Engine:
         self._tally = RoundTally(self.measures)
         self._now_ns = 0
 
-    def forward(self, requests: list[DraftRequest], *, after_ms: int = 10) -> None:
+    def forward(
+        self, requests: list[DraftRequest], *, after_ms: int = 10, has_read_prompt: bool = False
+    ) -> None:
         self._now_ns += after_ms * MS
         for left, request in reversed(list(enumerate(requests))):
             outcome = Outcome(
@@ -33,7 +35,7 @@ class Engine:
                 num_accepted=0,
                 num_proposed=0,
                 num_rows=len(requests),
-                compute_ns=9 * MS,
+                compute_ns=0 if has_read_prompt else 9 * MS,
                 decided_ns=self._now_ns,
                 num_following=left,
             )
@@ -49,20 +51,30 @@ def request_named(name: str) -> DraftRequest:
     )
 
 
-def test_the_time_before_a_request_that_comes_alone_is_no_time_of_a_round() -> None:
+def test_the_time_until_the_next_prompt_was_read_is_no_time_of_a_round() -> None:
     engine = Engine()
     for name in "abc":
         request = request_named(name)
-        engine.forward([request], after_ms=500)  # its prompt was read meanwhile
+        engine.forward([request], after_ms=500, has_read_prompt=True)
         for _ in range(4):
             engine.forward([request])
     assert engine.measures.plain_rate == pytest.approx(1 / (10 * MS))
 
 
-def test_a_round_that_one_request_joins_counts() -> None:
+def test_a_forward_is_one_round_of_all_who_share_it() -> None:
     engine = Engine()
-    running = request_named("running")
-    for number in range(8):
-        engine.forward([running, request_named(f"joins-{number}")])
+    requests = [request_named(name) for name in "abc"]
+    for _ in range(8):
+        engine.forward(requests)
+    assert engine.measures.num_active == 3
     assert engine.measures.plain_rate == pytest.approx(1 / (10 * MS))
-    assert engine.measures.num_active == 2
+
+
+def test_a_round_in_which_some_rest_and_others_speculate_says_nothing_of_either() -> None:
+    engine = Engine()
+    resting, speculating = request_named("resting"), request_named("speculating")
+    speculating.is_resting = False
+    for _ in range(8):
+        engine.forward([resting, speculating])
+    assert engine.measures.num_speculated == 0
+    assert engine.measures.plain_rate != pytest.approx(1 / (10 * MS)), "still the target's own time"
