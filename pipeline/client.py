@@ -49,6 +49,8 @@ class Client:
         self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
     ) -> None:
         """Takes what `AsyncClient` takes."""
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="saguaro-client", daemon=True)
         self._thread.start()
@@ -107,20 +109,25 @@ class Client:
         return self._run(self._client.stats())
 
     def close(self) -> None:
-        """Cancel what is in flight and disconnect. May be called twice."""
-        if self._loop.is_closed():
+        """Cancel what is in flight and disconnect. May be called twice, and while other threads ask."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        if not is_first:
+            self._thread.join()
             return
-        self._run(_end_everything(self._client))
+        # Whatever another thread handed over came before this, so it is ended by it.
+        asyncio.run_coroutine_threadsafe(_end_everything(self._client), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """The result of a coroutine in the loop's thread; Ctrl-C cancels it."""
-        if self._loop.is_closed():
-            coroutine.close()
-            raise EngineDead(CLOSED)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if self._is_closed:
+                coroutine.close()
+                raise EngineDead(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except CancelledError:

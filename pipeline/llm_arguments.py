@@ -32,7 +32,7 @@ _INSTEAD = {
     "tokenizer": "the model's own tokenizer is used",
     "trust_remote_code": "no code of a model is ever run",
     "enforce_eager": "there are no CUDA graphs to do without",
-    "enable_chunked_prefill": "there is no chunked prefill yet",
+    "enable_chunked_prefill": "prompts are read in chunks, of **{'placement.prefill_chunk': N}",
     "download_dir": "models are cached where Hugging Face keeps them; HF_HOME moves that",
     "temperature": "give it in SamplingParams",
     "max_tokens": "give it in SamplingParams",

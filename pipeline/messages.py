@@ -255,8 +255,8 @@ class Proposal(Message, frozen=True, kw_only=True):
     """Drafted tokens that were ready below this outcome, before any cut to what the request still needs."""
     plan: PlanFigures | None = None
     """What was planned by; None as long as it is what was configured."""
-    rest_rounds: Annotated[int, Meta(ge=0)] = 0
-    """Rounds after this one that the target shall run without waiting for a proposal: speculation rests."""
+    rest_rounds: Annotated[int, Meta(ge=0)] | None = None
+    """Where speculation rests: rounds after this one that the target shall run without a proposal."""
     draft_spans: list[tuple[int, int]]
     """When the draft computed for this request since its last proposal: (start, end) in ns, ascending."""
     laws: DraftLaws | None = None
@@ -392,7 +392,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_preemptions: int = 0
     """How often the request gave its KV up for others, to be read again; such a reading counts as a round."""
     num_rest_rounds: int = 0
-    """Rounds without a proposal, because speculation did not pay (`plan=auto`)."""
+    """Rounds in which speculation rested (`plan=auto`): it did not pay, or plain decoding was measured."""
     plan: PlanFigures | None = None
     """What `plan=auto` went by in the end."""
     mean_ready_length: float | None

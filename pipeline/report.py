@@ -131,7 +131,7 @@ def _plan_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
         ("plan: price of time", _number(plan.tokens_per_second, 1), "tokens/s, of all requests"),
         ("plan: least chance", _number(plan.least_chance, 3), "of a node that is worth verifying"),
         ("plan: branches", str(plan.num_branches), "outcomes prepared a round, at most"),
-        ("plan: rested", str(rests), "rounds without speculation, because it did not pay"),
+        ("plan: rested", str(rests), "rounds without speculation: it did not pay, or to compare"),
     ]
 
 

@@ -103,6 +103,7 @@ class _Ticket:
     came_ns: int
     number: str | None = None
     """What the stages know it by, once it is with them."""
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,7 +239,9 @@ class Server:
         if client is None or ticket is None:
             return
         if ticket.number is not None:
-            self._engine.cancel(ticket.number)
+            if not ticket.is_cancelled:  # a stage that reads its mail computes nothing meanwhile
+                ticket.is_cancelled = True
+                self._engine.cancel(ticket.number)
             return
         client.waiting.remove(ticket)
         if not client.waiting:

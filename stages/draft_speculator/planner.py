@@ -110,8 +110,11 @@ class Planner:
         return False
 
     def rest_rounds(self) -> int:
-        """Rounds that the whole batch decodes plainly from now on; asked once a round."""
+        """Rounds that the whole batch decodes plainly from now on; asked once a round while nobody rests."""
         return 0
+
+    def goes_on_resting(self, rounds: int) -> None:
+        """Of the rest that `rest_rounds` began so many rounds are left. Requests end before it does."""
 
     def figures(self) -> PlanFigures | None:
         """What is planned by, where that is not what is configured."""
@@ -126,6 +129,8 @@ class OnlinePlanner(Planner):
         super().__init__(shape, measures, min_path_prob=min_path_prob, budget=budget)
         self._trials: dict[int, _Trial] = {}
         """By the class of batch sizes."""
+        self._resting = _Trial()
+        """The one whose rest began last."""
         self._branch_rows = 1.0
         """Mean rows of the branch steps, a request."""
 
@@ -239,6 +244,17 @@ class OnlinePlanner(Planner):
         wrong: where speculation pays, a short rest renews them, the more seldom the more it pays.
         """
         measures, trial = self.measures, self._trial
+        if trial.rest_left == 0:
+            trial.rest_left = self._judge(measures, trial)
+        self._resting = trial
+        return trial.rest_left
+
+    def goes_on_resting(self, rounds: int) -> None:
+        """What is left when the last request ends is for the next."""
+        self._resting.rest_left = rounds
+
+    def _judge(self, measures: Measures, trial: _Trial) -> int:
+        """How long to rest now."""
         if self._is_on_trial or not measures.is_known:
             return 0
         gain = measures.speculative_rate / measures.plain_rate
@@ -264,11 +280,13 @@ class _Trial:
     """How long speculation is tried before it is judged, and how long it rests if it does not pay.
 
     compared_at: rounds of speculation, when plain decoding was last measured for comparison.
+    rest_left: rounds of a rest that are still to come.
     """
 
     judge_after: int = _FIRST_PROBE
     next_rest: int = _FIRST_REST
     compared_at: int = 0
+    rest_left: int = 0
 
 
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:

@@ -65,7 +65,7 @@ class ProposalWriter:
             parents=tree.proposal_parents(),
             source=request.source,
             ready_length=request.ready_length,
-            rest_rounds=request.rest_left,
+            rest_rounds=request.rest_left if request.is_resting else None,
             plan=self._planner.figures(),
             draft_spans=draft_spans,
             laws=laws,

@@ -10,6 +10,7 @@ inbox is empty, so an outcome interrupts the drafting between two steps, and wha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -52,6 +53,8 @@ from stages.model.kernel_trace import TorchTracer
 
 _log = get_logger(__name__)
 
+_ROUNDS_OF_A_CHUNK = 2
+"""While speculation rests the target may run that many rounds in the time of a chunk of the draft's."""
 _MOST_BEHIND = 32
 """Committed tokens that a draft step may read beside what it drafts. The target does not wait for more."""
 
@@ -199,19 +202,19 @@ class DraftSpeculator(Stage):
     def _answer(self) -> None:
         """Answer all outcomes of a forward: with what is ready, with what is drafted now, or to rest."""
         requests = self._in_phase(Phase.ANSWERING)
-        resting = [request for request in requests if request.rest_left > 0]
-        if resting:
+        rounds: int | None = None
+        if resting := [request for request in requests if request.rest_left > 0]:
             # The target runs the coming round of these by itself. What has joined rests as long as they do.
             rounds = resting[0].rest_left - 1
+            self._planner.goes_on_resting(rounds)
+        elif any(request.can_draft for request in requests):
+            rounds = self._planner.rest_rounds() or None
+        if rounds is not None:
             for request in requests:
                 if request.rest_left > 0:
                     self._rest(request, rounds)
                 else:
                     self._begin_rest(request, rounds)
-            return
-        if any(r.can_draft for r in requests) and (rounds := self._planner.rest_rounds()):
-            for request in requests:
-                self._begin_rest(request, rounds)
             return
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
@@ -232,16 +235,21 @@ class DraftSpeculator(Stage):
     def _begin_rest(self, request: DraftRequest, rounds: int) -> None:
         """Propose nothing now, nor for so many rounds after this one."""
         request.rest_left = rounds
+        request.is_resting, request.is_behind = True, False
         request.source, request.ready_length = ProposalSource.DRAFT, 0
         self._propose(request, [], useful=0)
-        request.is_resting, request.is_behind = True, False
         self._rest(request, rounds)
 
     def _rest(self, request: DraftRequest, rounds: int) -> None:
-        """Let the target run this round, and so many after it. During the last, read what was missed."""
+        """Let the target run this round, and so many after it. Before it ends, read what was missed."""
         request.rest_left = rounds
-        is_last = rounds == 0 and self._useful_depth(request, request.tree.committed_len + 1) > 0
-        request.phase = Phase.READING if is_last else Phase.IDLE
+        request.due_ns = time.monotonic_ns() + self._measures.verification_ns(len(self._requests))
+        request.phase = Phase.IDLE
+        num_unread = len(request.tree.unread_committed())
+        num_chunks = math.ceil(num_unread / self._config.placement.prefill_chunk)
+        is_time = rounds == 0 or rounds < _ROUNDS_OF_A_CHUNK * num_chunks
+        if is_time and self._useful_depth(request, request.tree.committed_len + rounds + 1) > 0:
+            request.phase = Phase.READING
 
     def _look_up(self, request: DraftRequest) -> bool:
         """Whether something was prepared for the outcome that came."""
@@ -328,7 +336,8 @@ class DraftSpeculator(Stage):
             self._reader.read_chunk(reading, size=self._config.placement.prefill_chunk)
             for request in reading:
                 if request.tree.is_read[request.tree.root]:
-                    request.phase = Phase.GLUING if self._has_cache else Phase.IDLE
+                    can_prepare = self._has_cache and request.rest_left == 0
+                    request.phase = Phase.GLUING if can_prepare else Phase.IDLE
         return bool(reading)
 
     def _prepare(self) -> bool:

@@ -125,10 +125,12 @@ class RoundClock:
         *,
         draft_spans: Sequence[Span],
         now_ns: int,
+        has_waited: bool,
         is_resting: bool = False,
     ) -> None:
         """The target begins to verify.
 
+        has_waited: whether any request of the round had to be proposed for.
         draft_spans: when the draft computed for any request of the round since its last proposal: all of
             them wait for the slowest, so all share the wait.
         """
@@ -138,9 +140,9 @@ class RoundClock:
         first_ns = max(own_spans[0][0] if own_spans else now_ns, self._decode_start_ns)
         decoding = [s for s in self._target.spans_since(first_ns) if s[0] >= self._decode_start_ns]
         self._started = _StartedRound(
-            source=None if proposal is None else proposal.source,
+            source=None if proposal is None or is_resting else proposal.source,
             ready_length=0 if proposal is None else proposal.ready_length,
-            wait_ns=0 if proposal is None else sum(end - start for start, end in waited),
+            wait_ns=sum(end - start for start, end in waited) if has_waited else 0,
             draft_wait_ns=overlap_ns(draft_spans, waited),
             overlap_ns=overlap_ns(own_spans, decoding),
             is_resting=is_resting,

@@ -55,7 +55,7 @@ class Sequence:
     rest_rounds: int = 0
     """Rounds after this one that wait for no proposal."""
     is_resting: bool = False
-    """Whether round `round_id` is such a one."""
+    """Whether speculation rests in round `round_id`."""
 
     @property
     def is_prefilling(self) -> bool:
@@ -102,5 +102,5 @@ class Sequence:
         return self.proposal.token_ids, self.proposal.parents
 
     def source(self) -> ProposalSource | None:
-        """Where the proposal came from; None without one."""
-        return None if self.proposal is None else self.proposal.source
+        """Where the proposal came from; None without one, and while speculation rests."""
+        return None if self.proposal is None or self.is_resting else self.proposal.source

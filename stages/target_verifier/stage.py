@@ -245,7 +245,8 @@ class TargetVerifier(Stage):
             raise
         finally:
             sequence.proposal = proposal
-            sequence.rest_rounds = proposal.rest_rounds
+            sequence.is_resting = proposal.rest_rounds is not None
+            sequence.rest_rounds = proposal.rest_rounds or 0
 
     def _cancel(self, request_id: str) -> None:
         found = self._sequences.get(request_id) or self._admission.withdraw(request_id)
@@ -398,12 +399,13 @@ class TargetVerifier(Stage):
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
         for chunk in step.chunks:
             if chunk.is_first and chunk.sequence.round_id > 0:  # of a request that was pre-empted
-                chunk.sequence.clock.start_round(None, draft_spans=[], now_ns=now_ns)
+                chunk.sequence.clock.start_round(None, draft_spans=[], now_ns=now_ns, has_waited=False)
         for sequence in step.rounds:
             sequence.clock.start_round(
                 sequence.proposal,
                 draft_spans=draft_spans,
                 now_ns=now_ns,
+                has_waited=bool(proposals),
                 is_resting=sequence.is_resting,
             )
 

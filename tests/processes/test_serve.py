@@ -217,6 +217,44 @@ def test_closing_a_client_cancels_its_requests_and_wakes_its_threads(server):
         client.generate("say x")
 
 
+def test_threads_that_go_on_asking_while_others_close_the_client_all_end(server):
+    for _ in range(20):
+        client = Client(server.address)
+        client.generate("say x")
+        closed = threading.Event()
+        refused = []
+
+        def ask(client=client, closed=closed, refused=refused):
+            while not closed.is_set():  # as a program does that asks again after EngineDead
+                try:
+                    client.stats()
+                except EngineDead as error:
+                    refused.append(str(error))
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        closers = [threading.Thread(target=client.close, daemon=True) for _ in range(2)]
+        for thread in (*threads, *closers):
+            thread.start()
+        for thread in closers:
+            thread.join(10)
+        closed.set()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in (*threads, *closers))
+        assert set(refused) <= {"the client is closed"}
+
+
+def test_a_cancel_that_is_repeated_reaches_the_stages_once(server):
+    with dealer(server.address) as raw, Client(server.address) as client:
+        raw.send(encode(Generate(request_id="mine", prompt="say " + "w " * 4000, options={})))
+        wait_until(lambda: server.engine.submitted == ["1"])
+        for _ in range(20):
+            raw.send(encode(Cancel(request_id="mine")))
+        wait_until(lambda: server.engine.cancelled)
+        client.stats()  # the server goes on reading
+    assert server.engine.cancelled == ["1"]
+
+
 def test_a_client_that_is_killed_has_its_requests_cancelled(server):
     program = (
         "import sys; from pipeline.client import Client\n"

@@ -230,13 +230,20 @@ def test_branches_are_no_more_than_there_is_time_for() -> None:
     assert _planner(_measured(step=0.2)).num_branches() == 24
 
 
+def _rest(planner: OnlinePlanner) -> int:
+    """How long the planner rests from now on, all of it over."""
+    rounds = planner.rest_rounds()
+    planner.goes_on_resting(0)
+    return rounds
+
+
 def test_speculation_that_is_slower_than_plain_decoding_rests_ever_longer() -> None:
     # 20.5 ms a plain token; a round of 30 ms that commits one.
     measures = _measured(tokens=1, round_ms=30)
     planner = _planner(measures)
     rests = []
     for _ in range(4):
-        rests.append(planner.rest_rounds())
+        rests.append(_rest(planner))
         assert planner.rest_rounds() == 0, "on trial again after a rest"
         for _ in range(8):
             measures.add_round(tokens=1, ns=30 * MS, is_plain=False)
@@ -260,7 +267,7 @@ def test_plain_decoding_is_measured_anew_the_more_seldom_the_more_speculation_pa
         measures = _measured(tokens=1, round_ms=round_ms)
         planner = _planner(measures)
         num_rounds = 40
-        while not (rest := planner.rest_rounds()):
+        while not (rest := _rest(planner)):
             measures.add_round(tokens=1, ns=round_ms * MS, is_plain=False)
             num_rounds += 1
         assert rest == 8
@@ -274,7 +281,7 @@ def test_a_machine_on_which_plain_decoding_became_faster_is_noticed() -> None:
     measures = _measured(tokens=1, round_ms=20)
     planner = _planner(measures)
     for _ in range(400):
-        if rest := planner.rest_rounds():
+        if rest := _rest(planner):
             for _ in range(rest):
                 measures.add_round(tokens=1, ns=10 * MS, is_plain=True)
             assert measures.plain_rate == pytest.approx(0.1 / MS)
@@ -283,12 +290,26 @@ def test_a_machine_on_which_plain_decoding_became_faster_is_noticed() -> None:
     assert planner.rest_rounds() == 8, "it does not pay any more"
 
 
+def test_what_is_left_of_a_rest_when_a_request_ends_is_for_the_next() -> None:
+    measures = _measured(tokens=1, round_ms=30)
+    planner = _planner(measures)
+    assert planner.rest_rounds() == 8
+    planner.goes_on_resting(7)
+    planner.goes_on_resting(6)  # the request ends here
+    assert planner.rest_rounds() == 6
+    measures.num_active = 16
+    assert planner.rest_rounds() == 0, "nothing is known of such a batch"
+    measures.num_active = 1
+    assert _rest(planner) == 6
+    assert planner.rest_rounds() == 0, "on trial"
+
+
 def test_a_lucky_trial_does_not_shorten_the_rests() -> None:
     measures = _measured(tokens=1, round_ms=30)
     planner = _planner(measures)
     rests = []
     for _ in range(4):
-        rests.append(planner.rest_rounds())
+        rests.append(_rest(planner))
         for tokens in (3, 1, 1, 3, 1, 1):
             measures.add_round(tokens=tokens, ns=30 * MS, is_plain=False)
         assert planner.rest_rounds() == 0, "a third more than plain decoding"

@@ -71,7 +71,9 @@ class Run:
 
     def _round(self, batch: int) -> tuple[int, int]:
         self.measures.num_active = batch
-        if self._rest == 0 and (rest := self.planner.rest_rounds()):
+        if self._rest > 0:
+            self.planner.goes_on_resting(self._rest - 1)
+        elif rest := self.planner.rest_rounds():
             self._rest = rest + 1
         is_plain = self._rest > 0
         sizes, ns = ([0] * batch, 0) if is_plain else self._draft(batch)

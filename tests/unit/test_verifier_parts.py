@@ -41,11 +41,15 @@ def test_a_round_is_split_into_compute_wait_overlap_and_overhead() -> None:
     target.add(0, 100)
     clock.end_prefill(100)
     # The draft works from 150 to 180 while the target waits until 200; then the target verifies 210-300.
-    clock.start_round(_proposal([(150, 180)], ProposalSource.BACKUP), draft_spans=[(150, 180)], now_ns=200)
+    clock.start_round(
+        _proposal([(150, 180)], ProposalSource.BACKUP), draft_spans=[(150, 180)], now_ns=200, has_waited=True
+    )
     target.add(210, 300)
     clock.end_round(num_proposed=4, num_accepted=2, num_committed=3, now_ns=305)
     # Meanwhile the draft prepared 220-280: overlap. A hit comes at once.
-    clock.start_round(_proposal([(220, 280)], ProposalSource.HIT), draft_spans=[(220, 280)], now_ns=310)
+    clock.start_round(
+        _proposal([(220, 280)], ProposalSource.HIT), draft_spans=[(220, 280)], now_ns=310, has_waited=True
+    )
     target.add(312, 400)
     clock.end_round(num_proposed=4, num_accepted=4, num_committed=5, now_ns=402)
     metrics = clock.metrics()
@@ -66,12 +70,14 @@ def test_rows_of_a_batch_share_the_wait_for_the_slowest_and_a_round_cut_off_does
     target.add(0, 100)
     clock.end_prefill(100)
     # This row hit; its mate's backup drafts from 110 to 160.
-    clock.start_round(_proposal([], ProposalSource.HIT), draft_spans=[(110, 160)], now_ns=165)
+    clock.start_round(
+        _proposal([], ProposalSource.HIT), draft_spans=[(110, 160)], now_ns=165, has_waited=True
+    )
     target.add(165, 200)
     clock.end_round(num_proposed=4, num_accepted=0, num_committed=1, now_ns=200)
     assert clock.metrics().draft_wait_ms == pytest.approx(50 / 1e6)
     assert clock.metrics().overhead_ms == pytest.approx(15 / 1e6)
-    clock.start_round(_proposal([], ProposalSource.HIT), draft_spans=[], now_ns=300)
+    clock.start_round(_proposal([], ProposalSource.HIT), draft_spans=[], now_ns=300, has_waited=True)
     target.add(300, 400)
     metrics = clock.metrics()
     assert (metrics.cache_hits, metrics.num_rounds) == (1, 2)
