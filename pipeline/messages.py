@@ -224,6 +224,11 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How often the target goes on to a child of a node that it reached."""
     tokens_per_second: float
     """Of all requests together: the price of time."""
+    speculative_tokens_per_second: float
+    """Of one request, in rounds with proposals since speculation was last tried; 0 before any."""
+    plain_tokens_per_second: float
+    """Of one request, decoded plainly: as last measured, else as the target's times say. Speculation rests
+    where it is slower."""
     least_chance: float
     """Nodes less likely to be accepted are not verified."""
     num_branches: int

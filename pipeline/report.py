@@ -129,6 +129,11 @@ def _plan_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
         ("plan: draft step", _number(plan.step_ms, 2), f"ms, and {plan.step_row_ms:.2f} a row more"),
         ("plan: acceptance", _number(plan.acceptance, 3), "of a child, where its parent was accepted"),
         ("plan: price of time", _number(plan.tokens_per_second, 1), "tokens/s, of all requests"),
+        (
+            "plan: speculating",
+            _number(plan.speculative_tokens_per_second, 1),
+            f"tokens/s of one request; decoding plainly: {plan.plain_tokens_per_second:.1f}",
+        ),
         ("plan: least chance", _number(plan.least_chance, 3), "of a node that is worth verifying"),
         ("plan: branches", str(plan.num_branches), "outcomes prepared a round, at most"),
         ("plan: rested", str(rests), "rounds without speculation: it did not pay, or to compare"),

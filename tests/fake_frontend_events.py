@@ -34,6 +34,8 @@ PLANNED = msgspec.structs.replace(
         step_row_ms=0.25,
         acceptance=0.6,
         tokens_per_second=80.0,
+        speculative_tokens_per_second=90.0,
+        plain_tokens_per_second=48.5,
         least_chance=0.04,
         num_branches=16,
     ),

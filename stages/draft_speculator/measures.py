@@ -18,6 +18,8 @@ from stages.draft_speculator.time_model import TimeModel
 
 _DECAY = 0.97
 """Per round: the last thirty or so count."""
+_SLOW_DECAY = 0.99
+"""The last hundred or so, of what is compared: how many tokens a round gives is for the most part chance."""
 _KNOWN_AFTER = 6
 """Rounds before the figures are gone by."""
 _TURNAROUND_SHARE = 0.1
@@ -53,7 +55,8 @@ class Delays:
 class Rate:
     """Tokens over time, with forgetting."""
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = _DECAY) -> None:
+        self._decay = decay
         self.tokens = self.ns = 0.0
         self.num_rounds = 0
 
@@ -61,14 +64,14 @@ class Rate:
         """A round."""
         if self.num_rounds:
             ns = min(ns, _LONG_ROUND * self.ns / self.weight)
-        self.tokens = self.tokens * _DECAY + tokens
-        self.ns = self.ns * _DECAY + ns
+        self.tokens = self.tokens * self._decay + tokens
+        self.ns = self.ns * self._decay + ns
         self.num_rounds += 1
 
     @property
     def weight(self) -> float:
         """Sum of the rounds' weights."""
-        return (1 - _DECAY**self.num_rounds) / (1 - _DECAY)
+        return (1 - self._decay**self.num_rounds) / (1 - self._decay)
 
     @property
     def value(self) -> float:
@@ -81,9 +84,9 @@ class Pace:
 
     def __init__(self) -> None:
         self.all = Rate()
-        self.speculative = Rate()
+        self.speculative = Rate(_SLOW_DECAY)
         """In rounds with proposals, since the last trial began."""
-        self.plain = Rate()
+        self.plain = Rate(_SLOW_DECAY)
         """In rounds without, since the last rest began."""
         self.plain_before = 0.0
         """The rate of the rest before, until this one has lasted for long enough."""
@@ -154,6 +157,11 @@ class Measures:
         """Rounds with proposals since the last trial began."""
         return self._pace.speculative.num_rounds
 
+    @property
+    def num_rounds_remembered(self) -> float:
+        """How many of them `speculative_rate` is of; 0 before any."""
+        return self._pace.speculative.weight
+
     def verification_ns(self, rows: int) -> float:
         """From a proposal's sending to the target's choices."""
         return self._turnaround_ns + self.target.predict_ns(rows)
@@ -173,20 +181,22 @@ class Measures:
             step_row_ms=self.step.slope_ns / 1e6,
             acceptance=self.acceptance,
             tokens_per_second=self.price * 1e9,
+            speculative_tokens_per_second=self.speculative_rate * 1e9,
+            plain_tokens_per_second=self.plain_rate * 1e9,
             least_chance=self.price_of_row,
             num_branches=num_branches,
         )
 
     def start_trial(self) -> None:
         """Forget how fast speculation was."""
-        self._pace.speculative = Rate()
+        self._pace.speculative = Rate(_SLOW_DECAY)
 
     def start_rest(self) -> None:
         """Measure plain decoding anew."""
         pace = self._pace
         if pace.plain.num_rounds >= _KNOWN_AFTER:
             pace.plain_before = pace.plain.value
-        pace.plain = Rate()
+        pace.plain = Rate(_SLOW_DECAY)
 
     def add_round(self, *, tokens: float, ns: float, is_plain: bool | None) -> None:
         """A round of the batch took `ns`, from decision to decision, and gave each request `tokens` tokens.

@@ -31,7 +31,11 @@ _FIRST_PROBE, _PROBE = 10, 6
 """Rounds of speculation before it is judged: the first time, and after a rest."""
 _FIRST_REST, _LONGEST_REST = 8, 256
 _REST_BELOW = 0.98
-"""Of plain decoding's speed: speculation that is a little slower may only have been unlucky."""
+"""Of plain decoding's speed: what is a little slower is not worth a change."""
+_DOUBT = 0.4
+"""Of a round's tokens, their standard deviation: so far off, over the root of the rounds, a speed may be."""
+_HOPELESS = 0.85
+"""Of plain decoding's speed: the next rest is four times as long, and not only twice."""
 _SETTLED = 32
 """Rounds of speculation after which it is held to pay; a look-up or two may have been lucky before."""
 _COMPARE_AFTER, _COMPARE_LATER = 64, 20.0
@@ -259,8 +263,8 @@ class OnlinePlanner(Planner):
             return 0
         gain = measures.speculative_rate / measures.plain_rate
         num_speculated = measures.num_speculated
-        if gain >= _REST_BELOW:
-            if num_speculated >= _SETTLED:
+        if gain >= _REST_BELOW - _DOUBT / math.sqrt(measures.num_rounds_remembered):
+            if num_speculated >= _SETTLED and gain >= _REST_BELOW:
                 trial.next_rest = _FIRST_REST
             wait = _COMPARE_AFTER * (1 + _COMPARE_LATER * max(gain - 1, 0.0))
             if num_speculated - trial.compared_at < wait:
@@ -268,7 +272,8 @@ class OnlinePlanner(Planner):
             trial.compared_at = num_speculated
             measures.start_rest()
             return _FIRST_REST
-        rest, trial.next_rest = trial.next_rest, min(trial.next_rest * 2, _LONGEST_REST)
+        rest = trial.next_rest
+        trial.next_rest = min(rest * (4 if gain < _HOPELESS else 2), _LONGEST_REST)
         trial.judge_after, trial.compared_at = _PROBE, 0
         measures.start_rest()
         measures.start_trial()
