@@ -51,7 +51,7 @@ class AnswerPrinter:
 
     def _header(self, request: Request) -> None:
         if self._has_headers:
-            first_line = " ".join(request.text.split())
+            first_line = " ".join(request.title.split())
             if len(first_line) > _HEADER_WIDTH:
                 first_line = first_line[: _HEADER_WIDTH - 1] + "…"
             self._write(f"--- {request.request_id}: {first_line}\n")

@@ -101,6 +101,7 @@ class AnswerWriter:
             {
                 "request_id": request.request_id,
                 "prompt": request.text,
+                "prompt_token_ids": request.prompt_token_ids,
                 "text": finished.text,
                 "token_ids": [token_id for block in blocks for token_id in block.token_ids],
                 "finish_reason": finished.finish_reason.value,
@@ -119,6 +120,7 @@ class AnswerWriter:
             {
                 "request_id": request.request_id,
                 "prompt": request.text,
+                "prompt_token_ids": request.prompt_token_ids,
                 "text": None,
                 "token_ids": None,
                 "finish_reason": "error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -16,8 +16,8 @@ from pipeline.client_messages import Accepted, Cancel, EngineStats, Generate, Ge
 from pipeline.client_options import without_defaults
 from pipeline.connection import Connection
 from pipeline.errors import EngineDead, RequestError, RequestTimeout, shown
+from pipeline.given_prompt import Prompt, prompt_of
 from pipeline.messages import (
-    ChatTurn,
     FinishReason,
     RequestFailed,
     RequestFinished,
@@ -25,9 +25,6 @@ from pipeline.messages import (
     TextBlock,
     TokenLogprobs,
 )
-
-Prompt = str | Sequence[ChatTurn | Mapping[str, str]]
-"""A raw prompt, or the turns of a conversation: `{"role": "user", "content": "..."}`."""
 
 _STATS_TIMEOUT_S = 10.0
 CLOSED = "the client is closed"
@@ -133,11 +130,12 @@ class AsyncClient:
         name = f"request-{number}" if request_id is None else request_id
         if name in self._by_name:
             raise RequestError(f"request id {shown(name)} is in use; choose another")
-        text, chat = (prompt, None) if isinstance(prompt, str) else (None, turns_of(prompt))
+        given = prompt_of(prompt)
         request = Generate(
             request_id=number,
-            prompt=text,
-            chat=chat,
+            prompt=given.prompt,
+            chat=given.chat,
+            prompt_token_ids=given.prompt_token_ids,
             options=without_defaults(options),
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -358,18 +356,3 @@ class AsyncStream:
             num_prompt_tokens=end.num_prompt_tokens if end else None,
             metrics=end.metrics if end else None,
         )
-
-
-def turns_of(chat: Sequence[ChatTurn | Mapping[str, str]]) -> list[ChatTurn]:
-    """The turns of a conversation. Raises `RequestError` for what is none."""
-    if not isinstance(chat, Sequence):
-        raise RequestError(f"expected a text or a list of turns, got {type(chat).__name__}")
-    turns = []
-    for turn in chat:
-        try:
-            turns.append(msgspec.convert(turn, ChatTurn))
-        except msgspec.ValidationError as error:
-            raise RequestError(
-                f'expected turns like {{"role": "user", "content": "..."}}, got {shown(turn)}: {error}'
-            ) from None
-    return turns

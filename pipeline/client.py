@@ -7,7 +7,8 @@
         for block in client.stream("Once upon a time", temperature=0.8, seed=7):
             print(block.text, end="", flush=True)
 
-A text is a raw prompt; a list of turns is a conversation, which goes through the model's chat template.
+A text is a raw prompt, `{"prompt_token_ids": [1, 2, 3]}` one that is encoded already; a list of turns is a
+conversation, which goes through the model's chat template.
 Options are the fields of `pipeline.messages.Sampling`, and `response_format` as in the OpenAI API; those left
 out are as the engine was started with. A stream has one `TextBlock` for each committed block of tokens.
 
@@ -26,9 +27,10 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pipeline.async_client import CLOSED, Answer, AsyncClient, AsyncStream, Prompt
+from pipeline.async_client import CLOSED, Answer, AsyncClient, AsyncStream
 from pipeline.client_messages import EngineStats
 from pipeline.errors import EngineDead
+from pipeline.given_prompt import Prompt
 from pipeline.messages import TextBlock
 
 __all__ = ["Answer", "AsyncClient", "AsyncStream", "Client", "Prompt", "Stream"]

@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.messages import ChatTurn, Message, RequestFailed, RequestFinished, TextBlock
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 LARGEST_MESSAGE_BYTES = 1 << 26
 """Of one frame from a client: far above any prompt. A connection that sends more is closed."""
 
@@ -32,11 +32,14 @@ class Open(Message, frozen=True, kw_only=True):
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """A new request. Exactly one of `prompt` (raw text) and `chat` (turns for the template) is given."""
+    """A new request. Exactly one of `prompt` (raw text), `chat` (turns for the template) and
+    `prompt_token_ids` is given."""
 
     request_id: str
     prompt: str | None = None
     chat: list[ChatTurn] | None = None
+    prompt_token_ids: list[Any] | None = None
+    """What the model reads, as it stands. Of any type here, so that what is no id fails its request alone."""
     options: dict[str, Any]
     """Fields of `Sampling`; those left out are as the engine was started with."""
 

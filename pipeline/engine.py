@@ -18,6 +18,7 @@ import zmq
 from conf.schema import DraftKind, RunConfig
 from pipeline.control import StageStats
 from pipeline.errors import RequestError
+from pipeline.given_prompt import check_prompt
 from pipeline.log import get_logger
 from pipeline.messages import (
     CancelRequest,
@@ -111,19 +112,18 @@ class Engine:
         request_id: str,
         prompt: str | None = None,
         chat: list[ChatTurn] | None = None,
+        prompt_token_ids: list[int] | None = None,
         sampling: Sampling,
         submitted_ns: int | None = None,
     ) -> None:
-        """Send a request on its way; give exactly one of `prompt` and `chat`.
+        """Send a request on its way; give exactly one of `prompt`, `chat` and `prompt_token_ids`.
 
         submitted_ns: when it came, if it waited before this call; its time to first token counts from there.
-        Raises `RequestError` when it is neither or both, or when an option of `sampling` is out of range,
-        and `EngineDead` when the engine has ended.
+        Raises `RequestError` when it is none or several, for token ids that no model has, or when an option
+        of `sampling` is out of range, and `EngineDead` when the engine has ended.
         """
-        if (prompt is None) == (chat is None):
-            given = "neither" if prompt is None else "both"
-            raise RequestError(f"{request_id}: expected either a prompt or a chat, got {given}")
         try:
+            check_prompt(prompt=prompt, chat=chat, prompt_token_ids=prompt_token_ids)
             check_sampling(sampling)
         except RequestError as error:
             raise RequestError(f"{request_id}: {error}") from None
@@ -131,6 +131,7 @@ class Engine:
             request_id=request_id,
             prompt=prompt,
             chat=chat,
+            prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             submitted_ns=time.monotonic_ns() if submitted_ns is None else submitted_ns,
         )

@@ -12,9 +12,9 @@ import msgspec
 from tqdm import tqdm
 
 from pipeline.errors import EngineDead, shown
+from pipeline.given_prompt import GivenPrompt
 from pipeline.llm_outputs import CompletionOutput, PartialResults, RequestOutput
 from pipeline.messages import (
-    ChatTurn,
     FrontendMessage,
     RequestFailed,
     RequestFinished,
@@ -35,7 +35,7 @@ _NUM_AHEAD = 2
 class Job:
     """One answer on its way; in the end it has `finished` or a `failure`."""
 
-    prompt: str | list[ChatTurn]
+    prompt: GivenPrompt
     prompt_index: int
     """Place among the prompts of the call."""
     sample: int
@@ -48,7 +48,7 @@ class Job:
 
 
 def jobs_of(
-    prompt: str | list[ChatTurn], sampling: Sampling, num_samples: int, *, index: int, request_id: str
+    prompt: GivenPrompt, sampling: Sampling, num_samples: int, *, index: int, request_id: str
 ) -> list[Job]:
     """The jobs of a prompt, one for each of its answers."""
     return [
@@ -107,8 +107,9 @@ def outputs_of(jobs: Sequence[Job]) -> list[RequestOutput]:
 def _submit(engine: RunningEngine, job: Job) -> None:
     engine.submit(
         request_id=job.request_id,
-        prompt=job.prompt if isinstance(job.prompt, str) else None,
-        chat=None if isinstance(job.prompt, str) else job.prompt,
+        prompt=job.prompt.prompt,
+        chat=job.prompt.chat,
+        prompt_token_ids=job.prompt.prompt_token_ids,
         sampling=job.sampling,
     )
 
@@ -150,7 +151,8 @@ def _output(jobs: Sequence[Job]) -> RequestOutput | None:
     first, finished = ended[0]
     return RequestOutput(
         request_id=first.request_id,
-        prompt=first.prompt,
+        prompt=first.prompt.chat if first.prompt.prompt is None else first.prompt.prompt,
+        prompt_token_ids=first.prompt.prompt_token_ids,
         outputs=completions,
         num_prompt_tokens=finished.num_prompt_tokens,
     )

@@ -18,10 +18,10 @@ from typing import Self, cast
 
 from conf.check import check
 from conf.compose import compose
-from pipeline.async_client import turns_of
 from pipeline.client_options import resolve_options
 from pipeline.engine import Engine
 from pipeline.errors import EngineDead, RequestError, shown
+from pipeline.given_prompt import EXPECTED_DICT, GivenPrompt, PromptDict, prompt_of, turns_of
 from pipeline.jobs import jobs_of, outputs_of, run_jobs
 from pipeline.llm_arguments import arguments_of
 from pipeline.llm_outputs import RequestOutput
@@ -76,14 +76,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Mapping[str, str] | Sequence[str | Mapping[str, str]],
+        prompts: str | PromptDict | Sequence[str | PromptDict],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue raw prompts; the outputs are in the order of the prompts.
 
-        prompts: texts, or `{"prompt": TEXT}`; one or several.
+        prompts: texts, `{"prompt": TEXT}`, or `{"prompt_token_ids": IDS}` for what is encoded already; one
+            or several, of any of these kinds.
         sampling_params: one for all, or one for each; None: greedy, 128 tokens, or what the keys of this
             `LLM` say.
         use_tqdm: show on stderr how many prompts are answered.
@@ -92,8 +93,8 @@ class LLM:
         some could not be; and `EngineDead` when a stage is lost.
         """
         several = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        texts = [_text_of(prompt, index) for index, prompt in enumerate(several)]
-        return self._answer(texts, sampling_params, use_tqdm=use_tqdm)
+        given = [_raw_prompt(prompt, index) for index, prompt in enumerate(several)]
+        return self._answer(given, sampling_params, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -105,7 +106,8 @@ class LLM:
         """Answer one conversation or several, through the model's chat template; see `generate`."""
         is_single = bool(messages) and isinstance(messages[0], Mapping | ChatTurn)
         chats = cast(Sequence[Turns], [messages] if is_single else messages)
-        return self._answer([turns_of(chat) for chat in chats], sampling_params, use_tqdm=use_tqdm)
+        given = [GivenPrompt(chat=turns_of(chat)) for chat in chats]
+        return self._answer(given, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Stop the pipeline within 5 seconds, after the call of another thread. May be called twice."""
@@ -114,7 +116,7 @@ class LLM:
 
     def _answer(
         self,
-        prompts: Sequence[str | list[ChatTurn]],
+        prompts: Sequence[GivenPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         use_tqdm: bool,
@@ -152,10 +154,16 @@ class LLM:
         return each
 
 
-def _text_of(prompt: str | Mapping[str, str], index: int) -> str:
-    text = prompt["prompt"] if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
-    if not isinstance(text, str) or not text:
+def _raw_prompt(prompt: str | PromptDict, index: int) -> GivenPrompt:
+    """index: its place among the prompts of the call, for the error."""
+    if not isinstance(prompt, str | Mapping) or prompt == "":
         raise RequestError(
-            f"prompt {index}: expected some text or {{'prompt': TEXT}}, got {shown(repr(prompt))}"
+            f"prompt {index}: expected some text, {EXPECTED_DICT}, got {shown(repr(prompt))}; correct it"
         )
-    return text
+    try:
+        given = prompt_of(prompt)
+    except RequestError as error:
+        raise RequestError(f"prompt {index}: {error}") from None
+    if given.prompt == "":
+        raise RequestError(f"prompt {index}: expected some text, got none; fill it or leave it out")
+    return given

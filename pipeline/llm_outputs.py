@@ -41,7 +41,10 @@ class RequestOutput:
     """A prompt and what came of it."""
 
     request_id: str
-    prompt: str | list[ChatTurn]
+    prompt: str | list[ChatTurn] | None
+    """None where token ids were given."""
+    prompt_token_ids: list[int] | None
+    """The token ids, where they were given."""
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     finished: bool = True

@@ -177,11 +177,14 @@ class ProposalSource(str, Enum):
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
-    """A new request. Exactly one of `prompt` (raw text) and `chat` (turns for the template) is given."""
+    """A new request. Exactly one of `prompt` (raw text), `chat` (turns for the template) and
+    `prompt_token_ids` is given."""
 
     request_id: str
     prompt: str | None = None
     chat: list[ChatTurn] | None = None
+    prompt_token_ids: list[int] | None = None
+    """What the model reads, as it stands: no template, no special tokens added."""
     sampling: Sampling
     submitted_ns: int
 
@@ -206,7 +209,8 @@ class TokenizedRequest(Message, frozen=True, kw_only=True):
     sampling: Sampling
     submitted_ns: int
     prompt_text: str | None = None
-    """What `Sampling.echo` returns: the prompt as the tokenizer read it. None without it."""
+    """What `Sampling.echo` returns: the prompt as the tokenizer read it, or what given ids decode to. None
+    without it."""
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

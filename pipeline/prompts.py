@@ -1,14 +1,15 @@
 """The prompts of a run: from the command line, from a file, or built in.
 
-A file is JSON Lines, each line an object with `prompt` (one question) or `turns` (the user's side of a
-conversation) and maybe `sampling` (request options by name, over those of the run), or plain text with one
-prompt a line. A line that is neither is an error with its number.
+A file is JSON Lines, each line an object with `prompt` (one question), `turns` (the user's side of a
+conversation) or `prompt_token_ids` (what is encoded already) and maybe `sampling` (request options by name,
+over those of the run), or plain text with one prompt a line. A line that is neither is an error with its
+number.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,8 @@ BUILT_IN_PROMPTS = (
 )
 """Code, sums, chat and a summary: what a run answers when it is given nothing."""
 
-_EXPECTED = 'expected {"prompt": "..."} or {"turns": ["...", ...]}'
+_KINDS = ("prompt", "turns", "prompt_token_ids")
+_EXPECTED = 'expected {"prompt": "..."}, {"turns": ["...", ...]} or {"prompt_token_ids": [1, 2, ...]}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,15 @@ class PromptRow:
     index: int
     """Place among the rows of the run, from 0."""
     turns: tuple[str, ...]
-    """What the user says: one text for a prompt, several for a conversation."""
+    """What the user says: one text for a prompt, several for a conversation, none for token ids."""
     is_conversation: bool
     """Whether it was given as `turns`: it is then numbered by turn, and needs a chat template."""
     origin: str
     """Where it came from, for error messages: `prompt`, `prompts.jsonl:3` or `built-in prompt 2`."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Request options of its own, by name; not checked yet."""
+    token_ids: tuple[int, ...] | None = None
+    """What the model reads, where that was given; whether a model has them is not checked yet."""
 
 
 def rows_of_prompt(prompt: str) -> list[PromptRow]:
@@ -75,19 +79,14 @@ def read_prompts_file(path: Path) -> list[PromptRow]:
     rows = []
     for index, (number, line) in enumerate(lines):
         origin = f"{shown_path(path)}:{number}"
-        turns, is_conversation, options = _parse_row(line, origin) if is_json else ((line,), False, {})
-        for turn in turns:
+        if is_json:
+            row = _parse_row(line, index, origin)
+        else:
+            row = PromptRow(index=index, turns=(line,), is_conversation=False, origin=origin)
+        for turn in row.turns:
             _check_unicode(turn, origin)
-        rows.append(
-            PromptRow(
-                index=index,
-                turns=tuple(turns),
-                is_conversation=is_conversation,
-                origin=origin,
-                options=options,
-            )
-        )
-    if not any(turn for row in rows for turn in row.turns):
+        rows.append(row)
+    if not any(row.token_ids or any(row.turns) for row in rows):
         raise ConfigError(f"prompts_file={shown_path(path)} has only empty prompts, expected some text")
     return rows
 
@@ -108,11 +107,36 @@ def _read_lines(path: Path) -> list[str]:
     return text.split("\n")
 
 
-def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool, dict[str, object]]:
-    """The turns of a JSON line, whether they were given as `turns`, and its options.
+def _parse_row(line: str, index: int, origin: str) -> PromptRow:
+    """The row of a JSON line. Keys of the object that mean nothing here are data."""
+    row = _parse_object(line, origin)
+    options = row.get("sampling", {})
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f'{origin}: expected options such as "sampling": {{"temperature": 0.5}}, got {shown(options)}'
+        )
+    turns: tuple[str, ...] = ()
+    token_ids = None
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {shown(line.strip())}")
+        turns = (row["prompt"],)
+    elif "turns" in row:
+        turns = _turns(row["turns"], line, origin)
+    else:
+        token_ids = _token_ids(row["prompt_token_ids"], line, origin)
+    return PromptRow(
+        index=index,
+        turns=turns,
+        is_conversation="turns" in row,
+        origin=origin,
+        options=options,
+        token_ids=token_ids,
+    )
 
-    Other keys of the object are data.
-    """
+
+def _parse_object(line: str, origin: str) -> dict[str, object]:
+    """The object of a JSON line, with a prompt of exactly one kind."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:  # whose own text counts lines from this one
@@ -122,18 +146,12 @@ def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool, dict[str, o
         raise ConfigError(f"{origin} is not JSON ({error}); {_EXPECTED}") from None
     except RecursionError:
         raise ConfigError(f"{origin} is nested too deeply to be read; {_EXPECTED}") from None
-    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
-        raise ConfigError(f"{origin}: {_EXPECTED}, one of the two keys, got {shown(line.strip())}")
-    options = row.get("sampling", {})
-    if not isinstance(options, dict):
-        raise ConfigError(
-            f'{origin}: expected options such as "sampling": {{"temperature": 0.5}}, got {shown(options)}'
-        )
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str):
-            raise ConfigError(f"{origin}: {_EXPECTED}, got a prompt that is no text: {shown(line.strip())}")
-        return (row["prompt"],), False, options
-    turns = row["turns"]
+    if not isinstance(row, dict) or sum(kind in row for kind in _KINDS) != 1:
+        raise ConfigError(f"{origin}: {_EXPECTED}, one of the three keys, got {shown(line.strip())}")
+    return row
+
+
+def _turns(turns: object, line: str, origin: str) -> tuple[str, ...]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ConfigError(f"{origin}: {_EXPECTED} with a list of texts, got {shown(line.strip())}")
     if "" in turns:
@@ -141,7 +159,15 @@ def _parse_row(line: str, origin: str) -> tuple[Sequence[str], bool, dict[str, o
         raise ConfigError(
             f"{origin}: turn {number} is empty, expected some text in each; fill it or leave it out"
         )
-    return turns, True, options
+    return tuple(turns)
+
+
+def _token_ids(token_ids: object, line: str, origin: str) -> tuple[int, ...]:
+    """Whole numbers. What no model has is left to fail alone, as an empty prompt is."""
+    # A bool is an int, and JSON's true is no token.
+    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
+        raise ConfigError(f"{origin}: {_EXPECTED} with a list of whole numbers, got {shown(line.strip())}")
+    return tuple(token_ids)
 
 
 def _check_unicode(text: str, origin: str) -> None:

@@ -22,6 +22,8 @@ from pipeline.sampling_options import sampling_of, with_options
 
 _SEED_BITS = 53
 """Fresh seeds stay exact in every JSON reader, which may read numbers as doubles."""
+_MOST_IDS_IN_TITLE = 100
+"""More than a line shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +33,26 @@ class Request:
     request_id: str
     """The row's index; with the turn after a dot for a conversation, such as `3.0`, and the sample after a
     slash where there are several, such as `3/1`."""
-    text: str
-    """What the user says in it."""
+    text: str | None
+    """What the user says in it; None where token ids are given."""
     prompt: str | None
-    """The raw prompt, or None if `chat` is given."""
+    """The raw prompt, or None if something else is given."""
     chat: tuple[ChatTurn, ...] | None
     """The conversation up to and with `text`."""
+    prompt_token_ids: tuple[int, ...] | None
+    """What the model reads, where the row has that: no template comes over it."""
     sampling: Sampling
     row: PromptRow
     turn: int
     sample: int
     """Which of the samples of its row it is, from 0; each sample of a conversation goes on by itself."""
+
+    @property
+    def title(self) -> str:
+        """What an answer may be headed by."""
+        if self.text is None:
+            return f"token ids {', '.join(map(str, (self.prompt_token_ids or ())[:_MOST_IDS_IN_TITLE]))}"
+        return self.text
 
     @property
     def turn_name(self) -> str | None:
@@ -58,7 +69,7 @@ class RequestQueue:
     """The requests of a run that are still to be submitted, and those in flight."""
 
     def __init__(self, rows: Sequence[PromptRow], config: RunConfig, *, use_chat: bool) -> None:
-        """use_chat: send conversations for the model's chat template, not raw prompts.
+        """use_chat: send texts as conversations for the model's chat template, not as raw prompts.
 
         Raises `ConfigError` if a row is a conversation and `use_chat` is off, and for options of a row that
         are not supported.
@@ -117,13 +128,15 @@ class RequestQueue:
         self, row: PromptRow, turn: int, history: tuple[ChatTurn, ...], sampling: Sampling, sample: int
     ) -> Request:
         """sampling: that of sample 0."""
-        text = row.turns[turn]
+        text = row.turns[turn] if row.token_ids is None else None
+        said = ChatTurn(role="user", content=text) if self._use_chat and text is not None else None
         request_id = f"{row.index}.{turn}" if row.is_conversation else str(row.index)
         return Request(
             request_id=sample_id(request_id, sample, num_samples=self._config.n),
             text=text,
             prompt=None if self._use_chat else text,
-            chat=(*history, ChatTurn(role="user", content=text)) if self._use_chat else None,
+            chat=None if said is None else (*history, said),
+            prompt_token_ids=row.token_ids,
             sampling=msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, sample)),
             row=row,
             turn=turn,

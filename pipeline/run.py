@@ -226,6 +226,9 @@ class Run:
                     request_id=request.request_id,
                     prompt=request.prompt,
                     chat=None if request.chat is None else list(request.chat),
+                    prompt_token_ids=None
+                    if request.prompt_token_ids is None
+                    else list(request.prompt_token_ids),
                     sampling=request.sampling,
                 )
             except RequestError as error:

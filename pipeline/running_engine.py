@@ -22,6 +22,7 @@ class RunningEngine(Protocol):
         request_id: str,
         prompt: str | None,
         chat: list[ChatTurn] | None,
+        prompt_token_ids: list[int] | None = None,
         sampling: Sampling,
         submitted_ns: int | None = None,
     ) -> None:

@@ -39,6 +39,7 @@ from pipeline.client_messages import (
 )
 from pipeline.client_options import resolve_options
 from pipeline.errors import EngineDead, RequestError
+from pipeline.given_prompt import check_prompt
 from pipeline.interrupts import Interrupts
 from pipeline.listen_address import BoundAddress, ListenAddress
 from pipeline.log import WarnOnce, get_logger
@@ -212,8 +213,7 @@ class Server:
                 raise RequestError(
                     f"{_MOST_WAITING} requests of this client wait already; await some answers"
                 )
-            if (message.prompt is None) == (message.chat is None):
-                raise RequestError("expected either a prompt or a chat")
+            check_prompt(prompt=message.prompt, chat=message.chat, prompt_token_ids=message.prompt_token_ids)
             sampling = resolve_options(message.options, self._config)
         except RequestError as error:
             self._counts["failed"] += 1
@@ -267,6 +267,7 @@ class Server:
                     request_id=number,
                     prompt=ticket.message.prompt,
                     chat=ticket.message.chat,
+                    prompt_token_ids=ticket.message.prompt_token_ids,
                     sampling=ticket.sampling,
                     submitted_ns=ticket.came_ns,
                 )

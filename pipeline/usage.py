@@ -19,7 +19,8 @@ everything else to stderr. Without a prompt it answers a few built-in ones.
 
 _OWN_KEYS = {
     "prompt": "One prompt, taken as it stands.",
-    "prompts_file": 'JSON Lines with "prompt" or "turns", or plain text with one prompt a line.',
+    "prompts_file": 'JSON Lines with "prompt", "turns" or "prompt_token_ids", or plain text with one prompt '
+    "a line.",
     "output": "JSON Lines file for the answers, with token ids and figures; replaced if it exists.",
     "listen": "Keep running and serve clients (pipeline.client) at ipc:///PATH or tcp://127.0.0.1:PORT.",
     "allow_remote": "true: listen may be an address that other machines reach, without authentication.",

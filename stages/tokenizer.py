@@ -2,7 +2,8 @@
 
 A raw prompt gets the special tokens that the model's tokenizer adds (such as a first BOS); a conversation
 goes through the model's chat template, which writes its own. Text that spells a special token, such as
-`<|im_end|>`, becomes that token in both, exactly as transformers has it: prompts are trusted.
+`<|im_end|>`, becomes that token in both, exactly as transformers has it: prompts are trusted. Token ids pass
+through as they stand, if the tokenizer has them.
 
 It knows nothing of models, sampling or lengths: whether a prompt is too long is for the verifier to say. A
 grammar that cannot be compiled is refused here, before the target sees it.
@@ -10,12 +11,14 @@ grammar that cannot be compiled is refused here, before the target sees it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from conf.schema import RunConfig
 from pipeline.errors import ConfigError, RequestError
+from pipeline.given_prompt import check_prompt, checked_token_ids
 from pipeline.messages import (
     CancelRequest,
     ChatTurn,
@@ -63,8 +66,7 @@ class TokenizerStage(Stage):
             if request.sampling.structured_outputs is not None:
                 # Here, because what is broken must not cost the target's time, where others wait for it.
                 self._grammars.check(request.sampling.structured_outputs)
-            text = self._encoder.text_of_request(prompt=request.prompt, chat=request.chat)
-            token_ids = self._encoder.encode_text(text, is_chat=request.chat is not None)
+            token_ids, prompt_text = self._encode(self._encoder, request)
         except RequestError as error:
             failure = RequestFailed(request_id=request.request_id, reason=str(error))
             self._outbox.send(StageName.FRONTEND, failure)
@@ -74,9 +76,20 @@ class TokenizerStage(Stage):
             prompt_token_ids=token_ids,
             sampling=request.sampling,
             submitted_ns=request.submitted_ns,
-            prompt_text=text if request.sampling.echo else None,
+            prompt_text=prompt_text,
         )
         self._outbox.send(StageName.VERIFIER, tokenized)
+
+    @staticmethod
+    def _encode(encoder: PromptEncoder, request: SubmitRequest) -> tuple[list[int], str | None]:
+        """The prompt's token ids, and its text where that shall be echoed. Raises `RequestError`."""
+        given, has_echo = request.prompt_token_ids, request.sampling.echo
+        check_prompt(prompt=request.prompt, chat=request.chat, prompt_token_ids=given)
+        if given is not None:
+            encoder.check_token_ids(given)
+            return given, encoder.decode(given) if has_echo else None
+        text = encoder.text_of_request(prompt=request.prompt, chat=request.chat)
+        return encoder.encode_text(text, is_chat=request.chat is not None), text if has_echo else None
 
 
 class PromptEncoder:
@@ -92,22 +105,34 @@ class PromptEncoder:
             else ChatTemplate(settings.chat_template, settings.special_tokens)
         )
 
+    def check_token_ids(self, token_ids: list[int]) -> None:
+        """Raise `RequestError` for ids above the tokenizer's highest one.
+
+        token_ids: at least one, none below 0.
+        """
+        # The count is known at once; the highest id, above it where ids have gaps, takes a while to find.
+        if max(token_ids) >= self._tokenizer.get_vocab_size(with_added_tokens=True):
+            checked_token_ids(token_ids, vocab_size=self._vocab_size)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a prompt's token ids, special tokens spelled out as in the text of a conversation."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
     def encode_request(self, *, prompt: str | None, chat: list[ChatTurn] | None) -> list[int]:
         """Token ids of a raw prompt or of a conversation, whichever is given; at least one id.
 
         Raises `RequestError` as the two steps do that it consists of.
         """
+        check_prompt(prompt=prompt, chat=chat)
         text = self.text_of_request(prompt=prompt, chat=chat)
         return self.encode_text(text, is_chat=chat is not None)
 
     def text_of_request(self, *, prompt: str | None, chat: list[ChatTurn] | None) -> str:
         """The text that is encoded: a raw prompt itself, or a conversation in the model's template.
 
-        Raises `RequestError` for an empty prompt, for a conversation that the model cannot have, and
-        unless exactly one of the two is given.
+        Raises `RequestError` for an empty prompt, and for a conversation that the model cannot have.
         """
-        if (prompt is None) == (chat is None):
-            raise RequestError("expected exactly one of prompt and chat")
         if chat is not None:
             return self._render(chat)
         if not prompt:
@@ -123,6 +148,12 @@ class PromptEncoder:
         if not token_ids:
             raise RequestError("the prompt is empty: expected at least one token")
         return token_ids
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        """One more than the tokenizer's highest id."""
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(ids.values(), default=-1) + 1
 
     def _render(self, turns: list[ChatTurn]) -> str:
         if self._chat_template is None:

@@ -2,8 +2,8 @@
 
 `say WORDS` answers with the words, one block each; `fail REASON` fails; `hang` starts an answer and waits
 for its cancellation, `deaf` does so even then; `die` loses a stage, and `shutdown` does
-so because everything here was sent SIGTERM. Run as a module, this file is the command
-line with that engine.
+so because everything here was sent SIGTERM. Token ids are answered with themselves. Run as a module, this
+file is the command line with that engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import zmq
 
 from conf.schema import RunConfig
 from pipeline.errors import EngineDead
+from pipeline.given_prompt import check_prompt
 from pipeline.messages import (
     ChatTurn,
     FinishReason,
@@ -52,6 +53,7 @@ class FakeEngine:
         self.most_in_flight = 0
         self.cancelled: list[str] = []
         self.prompts: dict[str, str | None] = {}
+        self.token_ids: dict[str, list[int] | None] = {}
         self._poller = zmq.Poller()
         self._news: deque[FrontendMessage] = deque()
         self._in_flight: dict[str, str] = {}
@@ -74,14 +76,19 @@ class FakeEngine:
         request_id: str,
         prompt: str | None,
         chat: list[ChatTurn] | None,
+        prompt_token_ids: list[int] | None = None,
         sampling: Sampling,
         submitted_ns: int | None = None,
     ) -> None:
+        check_prompt(prompt=prompt, chat=chat, prompt_token_ids=prompt_token_ids)
         self.submitted.append(request_id)
         self.chats[request_id] = chat
         self.prompts[request_id] = prompt
+        self.token_ids[request_id] = prompt_token_ids
         self.samplings[request_id] = sampling
         text = prompt if prompt is not None else chat[-1].content if chat else ""
+        if prompt_token_ids is not None:
+            text = f"say {' '.join(map(str, prompt_token_ids))}"
         verb, _, rest = text.partition(" ")
         self._in_flight[request_id] = verb
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))

@@ -39,7 +39,11 @@ class TinyFolder:
 
     def expected(self, prompt: str, sampling: Sampling) -> list[int]:
         """Output tokens after a raw prompt."""
-        return self._decoder.generate(self.tokenizer.encode(prompt).ids, sampling)
+        return self.expected_after(self.tokenizer.encode(prompt).ids, sampling)
+
+    def expected_after(self, token_ids: list[int], sampling: Sampling) -> list[int]:
+        """Output tokens after a prompt of token ids."""
+        return self._decoder.generate(token_ids, sampling)
 
     def text(self, token_ids: list[int]) -> str:
         """One-shot text of output tokens; one that ends the sequence has none."""

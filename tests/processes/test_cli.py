@@ -180,6 +180,30 @@ def test_one_failing_row_leaves_the_others_alone(run, tmp_path):
     assert "two" in outcome.stdout
 
 
+def test_a_row_of_token_ids_goes_past_the_chat_template_and_bad_ids_fail_alone(run, tmp_path, chat_model):
+    rows = write_rows(
+        tmp_path / "p.jsonl",
+        {"prompt_token_ids": [4, 5], "sampling": {"seed": 3}},
+        {"prompt_token_ids": [6, -1]},
+        {"prompt_token_ids": []},
+        {"prompt": "say x"},
+    )
+    outcome = run(f"prompts_file={rows}", f"model.path={chat_model}", "output=out.jsonl")
+    assert outcome.status == 2
+    assert outcome.stdout.startswith("--- 0: token ids 4, 5\n4 5\n\n")
+    assert outcome.errors == [
+        f"error: {rows}:2: prompt_token_ids[1]: expected a token id, 0 to 2147483647, got -1; correct it",
+        f"error: {rows}:3: prompt_token_ids is empty: expected at least one token id; add it",
+    ]
+    assert outcome.engine.token_ids == {"0": [4, 5], "3": None}
+    assert outcome.engine.chats["0"] is None
+    assert outcome.engine.samplings["0"].seed == 3
+    written = answers_in(tmp_path / "out.jsonl")
+    assert [row["prompt_token_ids"] for row in written] == [[4, 5], [6, -1], [], None]
+    assert [row["prompt"] for row in written] == [None, None, None, "say x"]
+    assert [row["text"] for row in written] == ["4 5", None, None, "x"]
+
+
 def test_a_failing_turn_is_named(run, tmp_path, chat_model):
     rows = write_rows(
         tmp_path / "p.jsonl", {"turns": ["say a", "fail too long", "say b"]}, {"prompt": "say x"}

@@ -81,6 +81,38 @@ def test_each_prompt_gets_its_own_answer_with_its_own_parameters(llm: LLM, tiny:
     assert sum(output.metrics.cache_hits or 0 for output in outputs) > 0
 
 
+def test_token_ids_get_the_answer_of_the_text_that_they_encode(llm: LLM, tiny: TinyFolder) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    encoded = [tiny.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    ids = [{"prompt_token_ids": token_ids} for token_ids in encoded]
+    texts = llm.generate(PROMPTS, params, use_tqdm=False)
+    mixed = llm.generate(
+        [given for pair in zip(ids, PROMPTS, strict=True) for given in pair], params, use_tqdm=False
+    )
+    for number, output in enumerate(texts):
+        expected = tiny.expected(PROMPTS[number], Sampling(**params.options))
+        assert output.outputs[0].token_ids == expected
+        from_ids, from_text = mixed[2 * number : 2 * number + 2]
+        assert from_ids.outputs[0].token_ids == from_text.outputs[0].token_ids == expected
+        assert (from_ids.prompt, from_ids.prompt_token_ids) == (None, encoded[number])
+        assert (from_text.prompt, from_text.prompt_token_ids) == (PROMPTS[number], None)
+        assert from_ids.num_prompt_tokens == len(encoded[number])
+    # What no text encodes to: special tokens, and one of them last.
+    odd = [0, 1, 5, 5, 2, 0]
+    options = {"max_tokens": 6, "temperature": 0, "echo": True}
+    (single,) = llm.generate({"prompt_token_ids": odd}, SamplingParams(**options), use_tqdm=False)
+    expected = tiny.expected_after(odd, Sampling(max_tokens=6, seed=0))
+    assert single.outputs[0].token_ids == expected
+    prompt_text = tiny.tokenizer.decode(odd, skip_special_tokens=False)
+    assert single.outputs[0].text == prompt_text + tiny.text(expected)
+    # The model has rows for more ids than the tokenizer has tokens.
+    last = max(tiny.tokenizer.get_vocab().values())
+    bad = [{"prompt_token_ids": [last]}, {"prompt_token_ids": [1, last + 1]}, "hello"]
+    with pytest.raises(PartialResults, match=rf"prompt 1: .*\[1\]: .* 0 to {last}, got {last + 1}") as caught:
+        llm.generate(bad, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert [output is None for output in caught.value.outputs] == [False, True, False]
+
+
 def test_one_conversation_or_several(llm: LLM) -> None:
     chat = [{"role": "user", "content": "hello"}]
     params = SamplingParams(max_tokens=5, temperature=0)
@@ -93,8 +125,11 @@ def test_one_conversation_or_several(llm: LLM) -> None:
 
 def test_prompts_that_cannot_be_answered(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3)
-    for bad in (["hello", ""], [7], ["hello", None], [{"prompt_token_ids": [1]}]):
+    for bad in (["hello", ""], [7], ["hello", None], [{"prompt": ""}]):
         with pytest.raises(RequestError, match=rf"prompt {len(bad) - 1}: expected some text"):
+            llm.generate(bad, params)  # type: ignore[arg-type]
+    for bad in ([{"prompt_token_ids": [True]}], ["hello", {"prompt_token_ids": []}], ["a", {"text": "b"}]):
+        with pytest.raises(RequestError, match=rf"prompt {len(bad) - 1}: .*expected"):
             llm.generate(bad, params)  # type: ignore[arg-type]
     with pytest.raises(
         RequestError, match="expected 1 SamplingParams for all or 2, one for each prompt; got 3"

@@ -16,7 +16,16 @@ import pytest
 import zmq
 
 from pipeline.client import AsyncClient, Client
-from pipeline.client_messages import Accepted, Cancel, Generate, Open, Refused, ToClient, Welcome
+from pipeline.client_messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Generate,
+    Open,
+    Refused,
+    ToClient,
+    Welcome,
+)
 from pipeline.errors import EngineDead, EngineUnreachable, RequestError, RequestTimeout
 from pipeline.messages import FinishReason, RequestFailed, RequestFinished, TextBlock
 from tests.processes.runtime import open_files, wait_until
@@ -70,6 +79,22 @@ def test_a_conversation_goes_to_the_chat_template(client, server):
     assert [(turn.role, turn.content) for turn in chat] == [("system", "be brief"), ("user", "say hi")]
 
 
+def test_token_ids_and_texts_in_dicts_reach_the_engine_as_they_stand(client, server):
+    assert client.generate({"prompt_token_ids": [4, 0, 4]}, max_tokens=3).text == "4 0 4"
+    with client.stream({"prompt_token_ids": (7,)}) as stream:
+        assert [block.text for block in stream] == ["7"]
+    assert client.generate({"prompt": "say x"}).text == "x"
+    assert list(server.engine.token_ids.values()) == [[4, 0, 4], [7], None]
+    assert list(server.engine.prompts.values()) == [None, None, "say x"]
+    assert set(server.engine.chats.values()) == {None}
+
+    async def ask():
+        async with AsyncClient(server.address) as other:
+            return await other.generate({"prompt_token_ids": [8, 9]})
+
+    assert asyncio.run(ask()).text == "8 9"
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "named"),
     [
@@ -80,7 +105,14 @@ def test_a_conversation_goes_to_the_chat_template(client, server):
         ("half a pair \ud83d", {}, "cannot be sent"),
         ([{"role": "user"}], {}, "expected turns like"),
         ([{"role": "user", "content": "x", "name": "y"}], {}, "expected turns like"),
-        (7, {}, "expected a text or a list of turns, got int"),
+        (7, {}, "or a list of turns, got int"),
+        (
+            {"prompt": "say x", "prompt_token_ids": [1]},
+            {},
+            "with this key alone, got prompt, prompt_token_ids",
+        ),
+        ({"prompt_token_ids": [1, True]}, {}, "prompt_token_ids[1]: expected a whole number, got True"),
+        ({"prompt_token_ids": []}, {}, "expected at least one token id"),
         ("fail the prompt is too long", {}, "the prompt is too long"),
     ],
 )
@@ -388,11 +420,27 @@ def test_garbage_is_refused_and_harms_nobody(client, server):
         for options in ({"n": "\ud83d".encode("utf-8", "surrogatepass")}, {"max_tokens": {"a": [[[]]]}}):
             raw.send(encode(Generate(request_id="2", prompt="say x", options=options)))
             assert isinstance(decode(raw.recv()), RequestFailed)
-        for wrong in ({"prompt": "say x", "chat": []}, {}):
+        for wrong, named in [
+            (
+                {"prompt": "say x", "chat": []},
+                "exactly one of prompt, chat and prompt_token_ids, got prompt and",
+            ),
+            ({"chat": [], "prompt_token_ids": [1]}, "got chat and prompt_token_ids"),
+            ({}, "got none of them"),
+            ({"prompt_token_ids": []}, "expected at least one token id"),
+            ({"prompt_token_ids": [1, True]}, "[1]: expected a whole number, got True of type bool"),
+            ({"prompt_token_ids": ["1", None]}, "[0]: expected a whole number, got '1' of type str"),
+            (
+                {"prompt_token_ids": [2**63]},
+                "[0]: expected a token id, 0 to 2147483647, got 9223372036854775808",
+            ),
+        ]:
             raw.send(encode(Generate(request_id="3", options={}, **wrong)))
-            assert "expected either a prompt or a chat" in decode(raw.recv()).reason
+            failed = decode(raw.recv())
+            assert isinstance(failed, RequestFailed)
+            assert named in failed.reason
         raw.send(encode(Cancel(request_id="unknown")))
-        raw.send(encode(Open(protocol=1)))
+        raw.send(encode(Open(protocol=PROTOCOL_VERSION)))
         assert isinstance(decode(raw.recv()), Welcome)
     assert client.stats().num_refused == len(frames) + 1
     with socket.socket(socket.AF_UNIX) as raw_unix:

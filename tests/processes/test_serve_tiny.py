@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.client import Client
-from pipeline.errors import EngineDead
+from pipeline.errors import EngineDead, RequestError
 from pipeline.messages import Sampling
 from tests.processes.client_load import Asker, Question, check_thousand, tree_of
 from tests.processes.runtime import traces
@@ -72,6 +72,12 @@ def check_options(client: Client, tiny: TinyFolder) -> None:
         client.generate(PROMPTS[1], max_tokens=12, seed=3, temperature=1.0, logit_bias=banned).token_ids[0]
         != (plain.token_ids[0])
     )
+    token_ids = tiny.tokenizer.encode(PROMPTS[1]).ids
+    from_ids = client.generate({"prompt_token_ids": token_ids}, max_tokens=12, temperature=1.0, seed=3)
+    assert from_ids.token_ids == plain.token_ids
+    assert from_ids.num_prompt_tokens == len(token_ids)
+    with pytest.raises(RequestError, match=r"expected a token id of the model's tokenizer, .* got 1000"):
+        client.generate({"prompt_token_ids": [1000]})
     stop = plain.text[4:6]
     with client.stream(PROMPTS[1], max_tokens=12, temperature=1.0, seed=3, stop=stop) as stream:
         text = "".join(block.text for block in stream)

@@ -54,6 +54,7 @@ def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
     assert row == {
         "request_id": "0",
         "prompt": "say\u2028 ü\n",
+        "prompt_token_ids": None,
         "text": "ok 🌵",
         "token_ids": [1, 2, 3],
         "finish_reason": "length",
@@ -65,6 +66,16 @@ def test_an_answer_has_all_fields_and_is_on_disk_before_the_run_ends(tmp_path):
     }
     assert set(metrics) >= METRIC_NAMES
     assert (metrics["hit_rate"], metrics["num_rounds"]) == (METRICS.hit_rate, METRICS.num_rounds)
+
+
+def test_token_ids_are_written_in_the_place_of_a_prompt(tmp_path):
+    row = PromptRow(index=0, turns=(), is_conversation=False, origin="a:1", token_ids=(4, 5))
+    request = RequestQueue([row], RunConfig(seed=9), use_chat=True).take()
+    with AnswerWriter(tmp_path / "answers.jsonl") as writer:
+        writer.write_answer(request, finished(), blocks_of([1]))
+        writer.write_failure(request, "too long")
+    for written in lines_of(tmp_path / "answers.jsonl"):
+        assert (written["prompt"], written["prompt_token_ids"]) == (None, [4, 5])
 
 
 def test_the_planners_figures_are_written_with_the_others(tmp_path):

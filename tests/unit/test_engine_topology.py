@@ -104,12 +104,20 @@ def test_a_configuration_survives_the_way_to_the_stages():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(RunConfig()), type=RunConfig) == RunConfig()
 
 
-def test_a_request_is_a_prompt_or_a_chat():
+def test_a_request_is_a_prompt_a_chat_or_token_ids():
     engine = Engine(RunConfig(placement=PlacementConfig(name="cpu_shared")))
     sampling = Sampling(max_tokens=1, seed=0)
-    with pytest.raises(RequestError, match="got neither"):
+    with pytest.raises(
+        RequestError, match="a: expected exactly one of prompt, chat and prompt_token_ids, got none"
+    ):
         engine.submit(request_id="a", sampling=sampling)
-    with pytest.raises(RequestError, match="got both"):
+    with pytest.raises(RequestError, match="got prompt and prompt_token_ids; leave out all but one"):
+        engine.submit(request_id="a", prompt="", prompt_token_ids=[1], sampling=sampling)
+    with pytest.raises(RequestError, match=r"a: prompt_token_ids\[0\]: expected a token id"):
+        engine.submit(request_id="a", prompt_token_ids=[2**31], sampling=sampling)
+    with pytest.raises(EngineDead, match="not started"):
+        engine.submit(request_id="a", prompt_token_ids=[1], sampling=sampling)
+    with pytest.raises(RequestError, match="got prompt and chat"):
         engine.submit(request_id="a", prompt="", chat=[ChatTurn(role="user", content="")], sampling=sampling)
     with pytest.raises(EngineDead, match="not started"):
         engine.submit(request_id="a", prompt="", sampling=sampling)

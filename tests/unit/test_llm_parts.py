@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from array import array
 
 import pytest
 
@@ -11,6 +12,7 @@ from conf.schema import DraftKind, RunConfig
 from pipeline import SamplingParams
 from pipeline.client_options import resolve_options
 from pipeline.errors import ConfigError, EngineDead, RequestError
+from pipeline.given_prompt import prompt_of
 from pipeline.jobs import jobs_of, outputs_of, run_jobs
 from pipeline.llm_arguments import arguments_of
 from pipeline.llm_outputs import PartialResults
@@ -128,7 +130,9 @@ def jobs_for(*prompts, num_samples=1, first_id=1):
     return [
         job
         for index, prompt in enumerate(prompts)
-        for job in jobs_of(prompt, sampling, num_samples, index=index, request_id=str(first_id + index))
+        for job in jobs_of(
+            prompt_of(prompt), sampling, num_samples, index=index, request_id=str(first_id + index)
+        )
     ]
 
 
@@ -143,11 +147,50 @@ def test_outputs_come_in_the_order_of_the_prompts():
     engine = run(list(reversed(jobs)))
     outputs = outputs_of(jobs)
     assert [output.outputs[0].text for output in outputs] == [f"a{n} b{n}" for n in range(20)]
-    assert [output.prompt for output in outputs] == [job.prompt for job in jobs]
+    assert [output.prompt for output in outputs] == [f"say a{n} b{n}" for n in range(20)]
     first = outputs[0]
     assert (first.outputs[0].token_ids, first.outputs[0].finish_reason) == ([0, 1], "length")
     assert (first.metrics.num_rounds, first.num_prompt_tokens, first.finished) == (11, 5, True)
     assert engine.most_in_flight == 4
+
+
+def test_texts_and_token_ids_may_be_mixed_and_bad_ids_do_not_cost_the_others():
+    prompts = ["say one", {"prompt_token_ids": [7, 8]}, {"prompt": "say three"}, {"prompt_token_ids": (9,)}]
+    jobs = jobs_for(*prompts)
+    engine = run(jobs)
+    outputs = outputs_of(jobs)
+    assert [output.outputs[0].text for output in outputs] == ["one", "7 8", "three", "9"]
+    assert [output.prompt for output in outputs] == ["say one", None, "say three", None]
+    assert [output.prompt_token_ids for output in outputs] == [None, [7, 8], None, [9]]
+    assert engine.token_ids == {"1": None, "2": [7, 8], "3": None, "4": [9]}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            {},
+            'expected {"prompt": "..."} or {"prompt_token_ids": [1, 2, ...]}, with this key alone, got none',
+        ),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "got prompt, prompt_token_ids; correct the keys"),
+        ({"prompt": "a", "multi_modal_data": {}}, "got prompt, multi_modal_data; correct the keys"),
+        ({"prompt": 7}, "prompt: expected a text, got int"),
+        ({"prompt_token_ids": []}, "expected at least one token id"),
+        ({"prompt_token_ids": [1, False]}, "prompt_token_ids[1]: expected a whole number, got False"),
+        (
+            {"prompt_token_ids": [10**6000]},
+            "expected a token id, 0 to 2147483647, got a number of 19932 bits",
+        ),
+        ({"prompt_token_ids": None}, "got NoneType"),
+        ({"prompt_token_ids": array("l", [1])}, "of an array or a tensor .tolist() makes one"),
+        ([1, 2], 'token ids are given as {"prompt_token_ids": [1, 2, ...]}'),
+        (7, "or a list of turns, got int"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(given, named):
+    with pytest.raises(RequestError) as caught:
+        prompt_of(given)
+    assert named in str(caught.value)
 
 
 def test_several_answers_to_a_prompt_have_seeds_of_their_own():

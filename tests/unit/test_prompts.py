@@ -24,11 +24,14 @@ def test_json_lines_give_prompts_and_conversations_in_order(tmp_path):
         {"turns": ["one", "two"], "question_id": 81},
         {"turns": ["alone"]},
         {"prompt": " x "},
+        {"prompt_token_ids": [3, 0, 3], "sampling": {"seed": 4}},
     ]
     rows = rows_of(tmp_path, "\n".join(json.dumps(line) for line in lines))
-    assert turns_of(rows) == [("a\nb",), ("one", "two"), ("alone",), (" x ",)]
-    assert [row.index for row in rows] == [0, 1, 2, 3]
-    assert [row.is_conversation for row in rows] == [False, True, True, False]
+    assert turns_of(rows) == [("a\nb",), ("one", "two"), ("alone",), (" x ",), ()]
+    assert [row.index for row in rows] == [0, 1, 2, 3, 4]
+    assert [row.is_conversation for row in rows] == [False, True, True, False, False]
+    assert [row.token_ids for row in rows] == [None] * 4 + [(3, 0, 3)]
+    assert rows[4].options == {"seed": 4}
 
 
 def test_plain_text_gives_one_prompt_a_line(tmp_path):
@@ -60,9 +63,14 @@ def test_json_lines_are_recognised_without_their_suffix(tmp_path):
     [
         ('{"prompt": "a"', "is not JSON"),
         ("plain", "is not JSON"),
-        ('{"text": "a"}', "one of the two keys"),
-        ('{"prompt": "a", "turns": ["b"]}', "one of the two keys"),
-        ('["a"]', "one of the two keys"),
+        ('{"text": "a"}', "one of the three keys"),
+        ('{"prompt": "a", "turns": ["b"]}', "one of the three keys"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "one of the three keys"),
+        ('["a"]', "one of the three keys"),
+        ('{"prompt_token_ids": "12"}', "with a list of whole numbers"),
+        ('{"prompt_token_ids": null}', "with a list of whole numbers"),
+        ('{"prompt_token_ids": [1, true]}', "with a list of whole numbers"),
+        ('{"prompt_token_ids": [1.0]}', "with a list of whole numbers"),
         ('{"prompt": 3}', "a prompt that is no text"),
         ('{"prompt": null}', "a prompt that is no text"),
         ('{"turns": []}', "with a list of texts"),
@@ -86,7 +94,10 @@ def test_a_bad_line_is_an_error_with_file_and_number(tmp_path, line, expected):
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("content", ["", "\n\n  \n", '{"prompt": ""}\n', '{"turns": ["", ""]}\n'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "\n\n  \n", '{"prompt": ""}\n', '{"turns": ["", ""]}\n', '{"prompt_token_ids": []}\n'],
+)
 def test_a_file_without_any_text_is_refused(tmp_path, content):
     with pytest.raises(ConfigError, match="prompts"):
         rows_of(tmp_path, content)
@@ -94,6 +105,8 @@ def test_a_file_without_any_text_is_refused(tmp_path, content):
 
 def test_an_empty_prompt_among_others_is_left_to_fail_alone(tmp_path):
     assert turns_of(rows_of(tmp_path, '{"prompt": ""}\n{"prompt": "a"}\n')) == [("",), ("a",)]
+    rows = rows_of(tmp_path, '{"prompt_token_ids": []}\n{"prompt_token_ids": [-1]}\n')
+    assert [row.token_ids for row in rows] == [(), (-1,)]
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):

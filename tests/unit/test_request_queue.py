@@ -77,6 +77,25 @@ def test_without_a_chat_template_prompts_go_out_raw_and_conversations_are_refuse
         queue_of(conversation(0, "one"), use_chat=False)
 
 
+@pytest.mark.parametrize("use_chat", [True, False])
+def test_token_ids_go_out_as_they_stand_with_and_without_a_chat_template(use_chat):
+    row = PromptRow(index=3, turns=(), is_conversation=False, origin="file:4", token_ids=(5, 6))
+    queue = queue_of(row, use_chat=use_chat, n=2, max_requests=2, seed=1)
+    first, second = queue.take(), queue.take()
+    for request in (first, second):
+        assert (request.prompt_token_ids, request.prompt, request.chat, request.text) == (
+            (5, 6),
+            None,
+            None,
+            None,
+        )
+    assert (first.request_id, first.title, first.origin) == ("3/0", "token ids 5, 6", "file:4")
+    assert first.sampling.seed != second.sampling.seed
+    assert queue.fail("3/0") == [first]
+    queue.finish("3/1", "answer")
+    assert queue.is_done
+
+
 def test_a_given_seed_is_every_rows_seed_wherever_it_stands():
     seeds = {queue.take().sampling.seed for queue in (queue_of(prompt(i), seed=7) for i in range(3))}
     assert seeds == {7}

@@ -1,5 +1,7 @@
 """The tokenizer stage gives the ids that transformers gives, and refuses what has none."""
 
+import json
+
 import pytest
 
 from pipeline.errors import ConfigError
@@ -196,8 +198,17 @@ def test_a_cancellation_follows_its_request_to_the_verifier(chat_folder):
         ({"prompt": ""}, "the prompt is empty"),
         ({"chat": []}, "the prompt is empty"),
         ({"chat": turns([("user", "")])}, "the prompt is empty"),
-        ({}, "exactly one of prompt and chat"),
-        ({"prompt": "a", "chat": turns([("user", "a")])}, "exactly one of prompt and chat"),
+        ({}, "exactly one of prompt, chat and prompt_token_ids, got none"),
+        ({"prompt": "a", "chat": turns([("user", "a")])}, "got prompt and chat; leave out all but one"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "got prompt and prompt_token_ids"),
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty: expected at least one token id"),
+        ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]: expected a token id, 0 to 2147483647, got -1"),
+        (
+            {"prompt_token_ids": [1, True]},
+            "prompt_token_ids[1]: expected a whole number, got True of type bool",
+        ),
+        ({"prompt_token_ids": [2.0]}, "prompt_token_ids[0]: expected a whole number, got 2.0 of type float"),
+        ({"prompt_token_ids": "12"}, "expected a list of token ids such as [1, 2, 3], got str"),
     ],
 )
 def test_a_request_without_a_prompt_fails_alone(chat_folder, source, reason):
@@ -209,6 +220,57 @@ def test_a_request_without_a_prompt_fails_alone(chat_folder, source, reason):
     assert isinstance(failed, RequestFailed)
     assert reason in failed.reason
     assert isinstance(tokenized, TokenizedRequest)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: byte_level(with_bos=True), byte_fallback], ids=["bytes", "fallback"]
+)
+def test_token_ids_pass_through_as_they_stand_up_to_the_tokenizers_last(tmp_path, build):
+    tokenizer = build()
+    last = max(tokenizer.get_vocab().values())
+    stage, outbox = stage_for(save_model_folder(tmp_path, tokenizer, add_bos_token=True))
+    for token_ids in ([0], [last, 5, 5, 0], tokenizer.encode("hello").ids):
+        stage.handle(submit(prompt_token_ids=token_ids))
+        receiver, tokenized = outbox.pop()
+        assert receiver is StageName.VERIFIER
+        assert (tokenized.prompt_token_ids, tokenized.prompt_text) == (token_ids, None)
+    stage.handle(submit(prompt_token_ids=[0, last + 1]))
+    receiver, failed = outbox.pop()
+    assert receiver is StageName.FRONTEND
+    assert (
+        f"prompt_token_ids[1]: expected a token id of the model's tokenizer, 0 to {last}, got {last + 1}"
+        in (failed.reason)
+    )
+
+
+def test_an_id_above_a_gap_in_the_vocabulary_is_one_of_the_tokenizers(tmp_path):
+    folder = save_model_folder(tmp_path, byte_level())
+    parts = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = parts["model"]["vocab"]
+    highest = max(vocabulary.values()) + 1000
+    vocabulary["gap"] = highest
+    (folder / "tokenizer.json").write_text(json.dumps(parts), encoding="utf-8")
+    stage, outbox = stage_for(folder)
+    stage.handle(submit(prompt_token_ids=[highest]))
+    stage.handle(submit(prompt_token_ids=[highest + 1]))
+    assert outbox[0][1].prompt_token_ids == [highest]
+    assert f"0 to {highest}, got {highest + 1}" in outbox[1][1].reason
+
+
+def test_token_ids_are_echoed_as_what_they_decode_to(chat_folder):
+    stage, outbox = stage_for(chat_folder)
+    token_ids = byte_level(with_bos=True).encode("<|im_start|>naïve 東京").ids
+    stage.handle(
+        SubmitRequest(
+            request_id="0",
+            prompt_token_ids=token_ids,
+            sampling=Sampling(max_tokens=4, seed=1, echo=True),
+            submitted_ns=5,
+        )
+    )
+    ((_, tokenized),) = outbox
+    assert tokenized.prompt_token_ids == token_ids
+    assert tokenized.prompt_text == "<|bos|><|im_start|>naïve 東京"
 
 
 def test_a_conversation_with_a_model_that_has_no_template_fails_with_advice(tmp_path):
