@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from array import array
 
 import pytest
 
@@ -182,7 +181,7 @@ def test_texts_and_token_ids_may_be_mixed_and_bad_ids_do_not_cost_the_others():
             "expected a token id, 0 to 2147483647, got a number of 19932 bits",
         ),
         ({"prompt_token_ids": None}, "got NoneType"),
-        ({"prompt_token_ids": array("l", [1])}, "of an array or a tensor .tolist() makes one"),
+        ({"prompt_token_ids": {1, 2}}, "got set; give a list (of an array or a tensor .tolist() makes one)"),
         ([1, 2], 'token ids are given as {"prompt_token_ids": [1, 2, ...]}'),
         (7, "or a list of turns, got int"),
     ],
