@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -51,7 +52,7 @@ def prompt_of(given: Prompt) -> GivenPrompt:
         raise RequestError(
             f"expected a text, {EXPECTED_DICT}, or a list of turns, got {type(given).__name__}; give one"
         )
-    return GivenPrompt(chat=turns_of(given))
+    return GivenPrompt(chat=turns_of(cast("Sequence[ChatTurn | Mapping[str, str]]", given)))
 
 
 def turns_of(chat: Sequence[ChatTurn | Mapping[str, str]]) -> list[ChatTurn]:

@@ -33,6 +33,7 @@ def test_the_profilers_keys_are_taken_and_the_rest_is_the_runs():
         (["num_spans=0"], "num_spans=0: expected 1 to"),
         (["num_spans=99999999"], "num_spans=99999999: expected 1 to"),
         (["cost_pairs=0"], "cost_pairs=0: expected at least 1"),
+        (["cost_pairs=2", "prompt=hello"], "with cost_pairs the tool asks its own prompts"),
         (["seconds=0"], "seconds=0.0: expected a positive"),
         (["seconds=nan"], "seconds=nan: expected a positive"),
         (["out="], "out= is empty"),
