@@ -14,7 +14,7 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
-# The long comparisons on the demo model: about half an hour on two cores.
+# The long comparisons on the demo model: an hour or more on two cores.
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest -m full $(ARGS)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError, shown, shown_path
 
-_OWN_KEYS = ("prompt", "prompts_file", "output", "listen", "allow_remote")
+OWN_KEYS = ("prompt", "prompts_file", "output", "listen", "allow_remote")
+"""What is asked by whom; no keys of the configuration."""
 _NOT_WITH_LISTEN = ("prompt", "prompts_file", "output")
 _HELP = ("--help", "-h", "help")
 
@@ -43,7 +44,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
     overrides: list[str] = []
     for argument in argv:
         key, separator, value = argument.partition("=")
-        if not (separator and key in _OWN_KEYS):
+        if not (separator and key in OWN_KEYS):
             overrides.append(argument)
             continue
         if key in own:

@@ -247,7 +247,7 @@ class DraftSpeculator(Stage):
         request.phase = Phase.IDLE
         num_unread = len(request.tree.unread_committed())
         num_chunks = math.ceil(num_unread / self._config.placement.prefill_chunk)
-        is_time = rounds == 0 or rounds < _ROUNDS_OF_A_CHUNK * num_chunks
+        is_time = rounds < max(_ROUNDS_OF_A_CHUNK * num_chunks, 1)
         if is_time and self._useful_depth(request, request.tree.committed_len + rounds + 1) > 0:
             request.phase = Phase.READING
 

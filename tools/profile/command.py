@@ -18,6 +18,7 @@ from conf.check import check
 from conf.compose import compose
 from conf.keys import keys_of
 from conf.schema import RunConfig
+from pipeline.arguments import OWN_KEYS
 from pipeline.engine import Engine
 from pipeline.errors import ConfigError, EngineError, shown
 from pipeline.model_source import resolve_models
@@ -34,8 +35,6 @@ from tools.profile.timeline import make_timeline
 from tools.profile.trace import write_trace
 
 _BAD_INPUT, _ENGINE_DEAD = 2, 1
-_PROMPT_KEYS = ("prompt=", "prompts_file=", "output=", "listen=")
-"""Of `pipeline.run`: who asks what."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,7 +75,7 @@ def _run(settings: ProfileSettings, run_arguments: Sequence[str]) -> int:
 
 def _measure_cost(overrides: Sequence[str], *, num_pairs: int) -> int:
     for override in overrides:
-        if override.startswith(_PROMPT_KEYS):
+        if override.partition("=")[0] in OWN_KEYS:
             raise ConfigError(
                 f"{shown(override)}: with cost_pairs the tool asks its own prompts, and writes no files; "
                 "leave this out"
