@@ -22,5 +22,6 @@ def shown_command(tool: str, arguments: Sequence[str], *, path_keys: Collection[
 
 
 def _name(path: str) -> str:
-    """Of a file or folder; what is none, such as a model's id, stays as it is."""
-    return Path(path).name if Path(path).exists() else path
+    """Of a file or folder, also of one that is yet to be made; a model's id stays as it is."""
+    one = Path(path)
+    return one.name if one.is_absolute() or one.exists() else path

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import ConfigError
 from pipeline.messages import ProposalSource
-from tools.figures.command import main
+from tools.figures.command import _FIGURES, main
 from tools.figures.in_process import Rounds
 from tools.figures.predictions import fit_power_law
 from tools.figures.settings import FigureName, compose_settings
@@ -107,11 +107,31 @@ def test_a_figure_is_a_table_and_a_picture(tmp_path, capsys, name):
     assert main([*arguments, "fan_outs=[1,3]"]) == 0
     table = (tmp_path / f"{name.value}.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out in table
-    assert f"python -m tools.figures figure={name.value}" in table
+    assert f"python -m tools.figures figure={name.value} out={tmp_path.name} num_prompts=1" in table
+    assert str(tmp_path) not in table
     assert (tmp_path / f"{name.value}.png").read_bytes().startswith(b"\x89PNG")
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 2
     assert all(0 < float(row[1]) <= 1 for row in rows)
+
+
+def never(settings):
+    raise AssertionError("something was measured")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(_FIGURES, FigureName.throughput, never)
+    assert main(["figure=throughput", "out=/dev/null/a"]) == 2
+    assert "error: out=/dev/null/a cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_a_word(tmp_path, capsys, monkeypatch):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(_FIGURES, FigureName.throughput, interrupted)
+    assert main(["figure=throughput", f"out={tmp_path}"]) == 130
+    assert "stopped" in capsys.readouterr().err
 
 
 def test_a_mistake_ends_with_one_line(capsys):

@@ -1,6 +1,8 @@
 """The keys of the profiler, the picture, and finding an engine to attach to."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,8 @@ def test_the_profilers_keys_are_taken_and_the_rest_is_the_runs():
         (["out="], "out= is empty"),
         (["out=a", "out=b"], "out is given twice"),
         (["picture=a.jpg"], "expected a name that ends with .png"),
+        (["picture=/dev/null/a.png", "attach=any"], "picture=/dev/null cannot be written"),
+        (["out=/dev/null/a", "attach=any"], "out=/dev/null/a cannot be written"),
         (["attach=any", "conf=saguaro"], "attach and conf=saguaro are both given"),
     ],
 )
@@ -89,6 +93,44 @@ def test_the_picture_goes_where_it_is_wanted_and_is_a_small_png(tmp_path):
     assert picture.startswith(b"\x89PNG")
     assert len(picture) < 150_000
     assert not (tmp_path / "out" / "rounds.png").exists()
+
+
+def test_a_picture_that_is_a_folder_is_refused(tmp_path):
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(ConfigError, match="is a folder, expected a file"):
+        split_settings([f"picture={tmp_path / 'a.png'}"])
+
+
+def test_without_matplotlib_there_is_a_profile_and_no_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tools.profile.command.can_draw", lambda: False)
+    settings, _ = split_settings([f"out={tmp_path}"])
+    write_files(settings, two_rounds().profile(end_us=1000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "summary.md", "trace.json"]
+    assert "rounds.png" not in capsys.readouterr().err
+
+
+def test_the_command_does_without_matplotlib():
+    """Until it draws: a plain installation has none."""
+    code = "import sys; sys.modules['matplotlib'] = None; import tools.profile.command"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_engine_starts(capsys, monkeypatch):
+    def start(engine):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("tools.profile.profiled_engine.ProfiledEngine.start", start)
+    assert main(["conf=autoregressive", "model=emulated", "prompt=hi", "out=/dev/null/a"]) == 2
+    assert "error: out=/dev/null/a cannot be written: Not a directory; choose" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_without_a_traceback(tmp_path, monkeypatch, capsys):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.profile.command.profile_running", interrupted)
+    assert main(["attach=any", f"out={tmp_path}"]) == 130
+    assert capsys.readouterr().err.strip() == "stopped"
 
 
 def test_a_running_engine_is_found_by_pid_by_folder_and_alone(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ _PATH_KEYS = ("out", "prompts", "model", "draft")
 
 def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker] = WorkerProcess) -> int:
     """The command."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or any(argument in ("-h", "--help", "help") for argument in arguments):
         print(_usage())
         return 0 if arguments else 2
     try:

@@ -12,11 +12,14 @@ from pathlib import Path
 
 from conf.keys import keys_of
 from pipeline.errors import ConfigError, EngineError
+from tools.command_line import shown_command
 from tools.figures.predictions import fan_out_figure, policies_figure, saguaro_c_figure
 from tools.figures.result import FigureResult, load_matplotlib, write_figure
 from tools.figures.settings import FigureName, FigureSettings, compose_settings
 from tools.figures.theorem7 import theorem7_figure
 from tools.figures.throughput import backup_figure, overhead_figure, throughput_figure
+from tools.out_folder import make_out_folder
+from tools.progress import say
 
 _FIGURES: dict[FigureName, Callable[[FigureSettings], FigureResult]] = {
     FigureName.fan_out: fan_out_figure,
@@ -31,15 +34,17 @@ _FIGURES: dict[FigureName, Callable[[FigureSettings], FigureResult]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or any(argument in ("-h", "--help", "help") for argument in arguments):
         print(_usage())
         return 0 if arguments else 2
     try:
         settings = compose_settings(arguments)
-        load_matplotlib()  # before anything is measured
+        # Before anything is measured that could not be kept.
+        load_matplotlib()
+        make_out_folder(Path(settings.out))
         assert settings.figure is not None, "checked"
         result = _FIGURES[settings.figure](settings)
-        command = " ".join(["python -m tools.figures", *arguments])
+        command = shown_command("figures", arguments, path_keys=("out",))
         paths = write_figure(result, Path(settings.out), settings.figure.value, command)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        say("stopped; nothing is kept of what was measured")
         return 130
     print(result.markdown(), end="")
     print("wrote " + ", ".join(str(path) for path in paths), file=sys.stderr)

@@ -24,6 +24,8 @@ from pipeline.errors import ConfigError, EngineError, shown
 from pipeline.model_source import resolve_models
 from pipeline.profiling import EngineProfile
 from pipeline.run import main as run_main
+from tools.bench.plots import can_draw
+from tools.out_folder import make_out_folder
 from tools.profile.attach import profile_running
 from tools.profile.cost import measure_cost
 from tools.profile.gantt import choose_rounds, draw_rounds
@@ -34,7 +36,7 @@ from tools.profile.summary import markdown, summarise
 from tools.profile.timeline import make_timeline
 from tools.profile.trace import write_trace
 
-_BAD_INPUT, _ENGINE_DEAD = 2, 1
+_BAD_INPUT, _ENGINE_DEAD, _CTRL_C = 2, 1, 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings, run_arguments = split_settings(arguments)
         if settings.attach is not None:
+            _check_files(settings)
             write_files(settings, profile_running(settings))
             return 0
         if settings.cost_pairs is not None:
@@ -56,6 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     except (EngineError, OSError) as error:
         _say(f"error: {error}")
         return _ENGINE_DEAD
+    except KeyboardInterrupt:
+        _say("stopped")
+        return _CTRL_C
 
 
 def _run(settings: ProfileSettings, run_arguments: Sequence[str]) -> int:
@@ -63,6 +69,7 @@ def _run(settings: ProfileSettings, run_arguments: Sequence[str]) -> int:
     engines: list[ProfiledEngine] = []
 
     def open_engine(config: RunConfig) -> ProfiledEngine:
+        _check_files(settings)
         engines.append(ProfiledEngine(config, settings))
         return engines[-1]
 
@@ -87,6 +94,15 @@ def _measure_cost(overrides: Sequence[str], *, num_pairs: int) -> int:
     return 0
 
 
+def _check_files(settings: ProfileSettings) -> None:
+    """Before anything is recorded that could not be kept. Raises `ConfigError`."""
+    make_out_folder(Path(settings.out))
+    if settings.picture is not None:
+        make_out_folder(Path(settings.picture).parent, key="picture")
+    if not can_draw():
+        _say("matplotlib is not installed, so there will be no picture; pip install matplotlib")
+
+
 def write_files(settings: ProfileSettings, profile: EngineProfile) -> None:
     """Write everything into `out`, and say what is where."""
     folder = Path(settings.out)
@@ -100,13 +116,16 @@ def write_files(settings: ProfileSettings, profile: EngineProfile) -> None:
     (folder / "summary.md").write_text(table, encoding="utf-8")
     write_trace(folder / "trace.json", profile, timeline, run=run)
     picture = Path(settings.picture) if settings.picture else folder / "rounds.png"
-    shown = choose_rounds(rounds, count=settings.rounds, first=settings.first_round)
+    shown = choose_rounds(rounds, count=settings.rounds, first=settings.first_round) if can_draw() else []
     if shown:
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw_rounds(picture, timeline, shown, title=run)
     _say(f"\n{table}")
     _say(f"{folder / 'trace.json'}: open it at ui.perfetto.dev")
-    _say(f"{picture}: {len(shown)} rounds" if shown else "no picture: there is no such round")
+    if shown:
+        _say(f"{picture}: {len(shown)} round{'s' if len(shown) > 1 else ''}")
+    elif can_draw():
+        _say("no picture: there is no such round")
 
 
 def describe(profile: EngineProfile) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import ConnectionPatch, Patch
+from typing import TYPE_CHECKING
 
 from pipeline.messages import StageName
 from pipeline.spans import Span, SpanKind
 from tools.profile.rounds import Round
 from tools.profile.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _ROWS = (StageName.VERIFIER, StageName.SPECULATOR, StageName.PREDICTOR, StageName.DETOKENIZER)
 _OTHER_WORK = "#b8b8b8"
@@ -59,7 +58,11 @@ def choose_rounds(rounds: Sequence[Round], *, count: int, first: int | None) -> 
 
 
 def draw_rounds(path: Path, timeline: Timeline, rounds: Sequence[Round], *, title: str) -> None:
-    """Write a PNG. rounds: at least one, following one another."""
+    """Write a PNG. rounds: at least one, following one another. Needs matplotlib."""
+    import matplotlib  # optional: the extra `tools`
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     start_ns, end_ns = rounds[0].start_ns, rounds[-1].end_ns
     stages = [stage for stage in _ROWS if timeline.spans.get(stage)]
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -115,6 +118,8 @@ def _draw_arrows(
     axes: Axes, timeline: Timeline, stages: Sequence[StageName], start_ns: int, end_ns: int
 ) -> None:
     """Proposals and outcomes, from stage to stage."""
+    from matplotlib.patches import ConnectionPatch  # optional: the extra `tools`
+
     for mail in timeline.mails:
         if mail.message not in _ARROWS or {mail.sender, mail.receiver} != {
             StageName.VERIFIER,

@@ -73,6 +73,10 @@ def _check(settings: ProfileSettings, rest: Sequence[str]) -> None:
         raise ConfigError(f"out={shown_path(settings.out)} is a file, expected a folder; choose another")
     if settings.picture is not None and Path(settings.picture).suffix != ".png":
         raise ConfigError(f"picture={shown_path(settings.picture)}: expected a name that ends with .png")
+    if settings.picture is not None and Path(settings.picture).is_dir():
+        raise ConfigError(
+            f"picture={shown_path(settings.picture)} is a folder, expected a file; choose another name"
+        )
     if settings.attach is not None and rest:
         raise ConfigError(
             f"attach and {shown_path(rest[0])} are both given: an engine that runs has its configuration; "
