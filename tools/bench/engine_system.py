@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from conf.schema import DraftKind, RunConfig
+from conf.schema import RunConfig
 from pipeline.engine import Engine
 from pipeline.errors import RequestError
 from pipeline.messages import ChatTurn, RequestFailed, RequestFinished, Sampling, TextBlock
 from pipeline.placement import plan_cores
 from pipeline.topology import usable_cores
 from tools.bench.arrivals import Arrivals
-from tools.bench.identity import short_path
 from tools.bench.protocol import Answer, Batch, EngineSpec, Question
+from tools.run_in_words import speculation_in_words
 
 _WAIT_S = 5.0
 """The engine looks after its stages while it waits, so this needs no care."""
@@ -74,23 +74,17 @@ def open_system(spec: EngineSpec) -> Iterator[EngineSystem]:
 def describe(config: RunConfig) -> str:
     """The configuration in a line: what the engine runs with."""
     cores = plan_cores(config.placement, usable_cores())
-    speculation = config.speculation
-    parts = [
-        f"{config.model.dtype.value}, cpu_kernels={config.model.cpu_kernels.value}, "
-        f"weights={config.model.weights.value}",
-        f"up to {config.max_requests} requests at once",
-        f"{config.placement.name}: target on cores {list(cores.target)}, the rest on {list(cores.draft)}",
-    ]
-    draft = speculation.draft
-    if draft.kind is DraftKind.none:
-        return "; ".join([*parts, "no draft"])
-    detail = short_path(draft.path) if draft.path is not None else draft.layers
-    parts.append(
-        f"draft {draft.kind.value}{'' if detail is None else f' {detail}'}, depth {speculation.depth}"
+    numbers = (
+        f"{config.model.name}, time scale {config.model.emulated.time_scale:g}"
+        if config.model.is_emulated
+        else f"{config.model.dtype.value}, cpu_kernels={config.model.cpu_kernels.value}, "
+        f"weights={config.model.weights.value}"
     )
-    if speculation.prepare_outcomes:
-        parts.append(
-            f"budget {speculation.budget}, fan-out {speculation.fan_out.value}, "
-            f"backup {speculation.backup.value}"
-        )
-    return "; ".join(parts)
+    return "; ".join(
+        [
+            numbers,
+            f"up to {config.max_requests} request{'s' if config.max_requests > 1 else ''} at once",
+            f"{config.placement.name}: target on cores {list(cores.target)}, the rest on {list(cores.draft)}",
+            *speculation_in_words(config.speculation),
+        ]
+    )

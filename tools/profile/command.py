@@ -35,6 +35,7 @@ from tools.profile.settings import ProfileSettings, split_settings
 from tools.profile.summary import markdown, summarise
 from tools.profile.timeline import make_timeline
 from tools.profile.trace import write_trace
+from tools.run_in_words import model_in_words, speculation_in_words
 
 _BAD_INPUT, _ENGINE_DEAD, _CTRL_C = 2, 1, 130
 
@@ -131,22 +132,14 @@ def write_files(settings: ProfileSettings, profile: EngineProfile) -> None:
 def describe(profile: EngineProfile) -> str:
     """What was run, in a line."""
     config = msgspec.msgpack.decode(profile.settings, type=RunConfig)
-    speculation = config.speculation
     parts = [
-        f"model {Path(config.model.path or '').name} in {config.model.dtype.value}",
+        f"model {model_in_words(config.model)} in {config.model.dtype.value}",
         f"placement {config.placement.name}",
+        *speculation_in_words(config.speculation),
     ]
-    if speculation.draft.kind.value == "none":
-        parts.append("no draft")
-    else:
-        tree = speculation.tree
-        shape = f"a tree of {tree.nodes or tree.widths}, " if tree.nodes or tree.widths else ""
-        parts.append(f"draft {speculation.draft.kind.value}, {shape}depth {speculation.depth}")
-    if speculation.prepare_outcomes:
-        parts.append(f"{speculation.budget} outcomes prepared ({speculation.fan_out.value})")
     if config.max_requests > 1:
         parts.append(f"up to {config.max_requests} requests a round")
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
 def _usage() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ _LABELS = {
 _ARROWS = ("Proposal", "Outcome")
 _ARROWS_BETWEEN = {StageName.VERIFIER, StageName.SPECULATOR}
 _BAR_HEIGHT = 0.62
+_TITLE_LETTERS = 170
+"""In a line of the title."""
 _DPI = 100
 _LEAST_WIDTH = 1 / 700
 """Of a bar, as a share of the picture: a look-up takes a hundredth of a millimetre otherwise."""
@@ -77,7 +80,7 @@ def draw_rounds(path: Path, timeline: Timeline, rounds: Sequence[Round], *, titl
         axes.set_yticks(range(len(stages)), [stage.value for stage in stages])
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("ms")
-        figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(title, _TITLE_LETTERS), fontsize=9, x=0.01, ha="left")
         shown = {s.kind for stage in stages for s in timeline.spans[stage] if s.start_ns < end_ns}
         handles = [Patch(color=_COLOURS[kind], label=_LABELS[kind]) for kind in _LABELS if kind in shown]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
