@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from conf.errors import ConfigError
 from pipeline.messages import ProposalSource
+from tests.fake_frontend_events import METRICS
 from tools.figures.command import _FIGURES, main
+from tools.figures.engine_run import Measured
 from tools.figures.in_process import Rounds
 from tools.figures.predictions import fit_power_law
 from tools.figures.settings import FigureName, compose_settings
@@ -137,3 +140,47 @@ def test_ctrl_c_ends_with_a_word(tmp_path, capsys, monkeypatch):
 def test_a_mistake_ends_with_one_line(capsys):
     assert main(["figure=fan_out"]) == 2
     assert capsys.readouterr().err.startswith("error: out is missing")
+
+
+TINY = ["model=emulated", "num_prompts=1", "max_tokens=16", "batches=[1,2]", "depths=[2]", "fan_outs=[1]"]
+
+
+@pytest.mark.parametrize("name", ["throughput", "backup", "theorem7", "overhead"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_no_figure_is_made_of_tokens_that_are_not_plain_decodings(
+    tmp_path, capsys, monkeypatch, name, is_wrong
+):
+    systems = []
+
+    def fake_measure(config, *, num_groups, max_tokens, temperature, first_seed):
+        """Every system decodes alike, but for a last one that prepares outcomes, if it shall be wrong."""
+        systems.append(config.speculation.prepare_outcomes)
+        last = 7 if is_wrong and config.speculation.prepare_outcomes else 3
+        requests = config.max_requests * num_groups
+        metrics = msgspec.structs.replace(METRICS, num_rounds=3, decode_seconds=1.0)
+        return Measured(
+            metrics=[metrics] * requests,
+            token_ids=[[number, 2, last] for number in range(requests)],
+            tokens_by_source={ProposalSource.HIT: [2], ProposalSource.BACKUP: [1]},
+            batch=config.max_requests,
+        )
+
+    for module in ("throughput", "theorem7"):
+        monkeypatch.setattr(f"tools.figures.{module}.measure", fake_measure)
+    status = main([f"figure={name}", f"out={tmp_path}", *TINY])
+    captured = capsys.readouterr()
+    assert {False, True} <= set(systems)
+    assert status == (1 if is_wrong else 0), captured.err
+    assert (tmp_path / f"{name}.md").exists() is not is_wrong
+    if is_wrong:
+        assert "its tokens differ from those of plain decoding" in captured.err
+
+
+def test_answers_without_a_whole_round_say_nothing_about_theorem_7(tmp_path, monkeypatch):
+    metrics = msgspec.structs.replace(METRICS, num_rounds=3, decode_seconds=1.0)
+    short = Measured(metrics=[metrics], token_ids=[[1, 2, 3]])
+    monkeypatch.setattr("tools.figures.theorem7.measure", lambda config, **_: short)
+    assert main(["figure=theorem7", f"out={tmp_path}", *TINY]) == 0
+    table = (tmp_path / "theorem7.md").read_text(encoding="utf-8")
+    assert "No answer was long enough for a whole round; raise max_tokens." in table
+    assert all(line.endswith("| - |") for line in table.splitlines() if line.startswith("| 0."))

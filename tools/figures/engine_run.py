@@ -70,6 +70,18 @@ class Measured:
         return sum(len(ids) - 1 for ids in self.token_ids) / self.num_rounds
 
 
+def check_tokens(label: str, measured: Measured, plain: Measured) -> None:
+    """Raise `EngineDead` if a system answered otherwise than plain decoding: its speed would mean nothing.
+
+    plain: of the same prompts in the same order, or of more.
+    """
+    if measured.token_ids != plain.token_ids[: len(measured.token_ids)]:
+        raise EngineDead(
+            f"{label} at batch {measured.batch}: its tokens differ from those of plain decoding, so its "
+            "speed means nothing, and no figure is made"
+        )
+
+
 def measure(
     config: RunConfig, *, num_groups: int, max_tokens: int, temperature: float, first_seed: int
 ) -> Measured:
