@@ -16,12 +16,12 @@ def shown_command(tool: str, arguments: Sequence[str], *, path_keys: Collection[
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key in path_keys:
-            argument = f"{key}={','.join(map(_name, value.split(',')))}"
+            argument = f"{key}={','.join(map(name_of, value.split(',')))}"
         shown.append(argument)
     return f"python -m tools.{tool} {shlex.join(shown)}"
 
 
-def _name(path: str) -> str:
+def name_of(path: str) -> str:
     """Of a file or folder, also of one that is yet to be made; a model's id stays as it is."""
     one = Path(path)
     return one.name if one.is_absolute() or one.exists() else path

@@ -1,5 +1,6 @@
 """What `systems=` and the other keys of the benchmark may be."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,20 @@ def test_mistakes_end_with_status_2_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tools.bench.command.run", run)
+    assert main(["out=x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the system refused what the bench needs: [Errno 28] No space left")
+
+
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["out=x", "--help"]) == 0
     text = capsys.readouterr().out
     for key in ("systems=", "setups=same_target_cores", "llama_format=bf16", "transformers_assisted"):
         assert key in text

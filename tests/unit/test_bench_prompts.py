@@ -1,5 +1,6 @@
 """Reading prompt sets for the benchmark, and its own set."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, reason: st
         read_sets(str(path), num_prompts=None)
     assert f"{path}:2" in str(caught.value)
     assert reason in str(caught.value)
+
+
+def test_a_compressed_set_is_read_and_called_like_the_plain_one(tmp_path: Path) -> None:
+    path = tmp_path / "HumanEval.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "def f():"}\n'))
+    assert [(p.set_name, p.text) for p in read_sets(str(path), num_prompts=None)] == [
+        ("HumanEval", "def f():")
+    ]
+    whole = path.read_bytes()
+    for broken in (b"plain", whole[:-12], whole[:12] + b"\xff" * 20):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"cannot be read: .*; expected a \.jsonl or \.jsonl\.gz"):
+            read_sets(str(path), num_prompts=None)
 
 
 def test_files_that_cannot_be_sets_are_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The command from top to bottom: settings, plan, answers, figures, report.
 
 The table goes to stdout, everything else to stderr. Exit status: 0 even if a peer was skipped or a system
-failed, which the table says; 1 if no system has figures; 2 for a mistake in the arguments or files; 130 for
-Ctrl-C, after which the same command goes on.
+failed, which the table says; 1 if no system has figures, or the disk is full and the like; 2 for a mistake in
+the arguments or files; 130 for Ctrl-C, after which the same command goes on.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker
         return 2
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: the system refused what the bench needs: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here")

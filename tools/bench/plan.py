@@ -5,7 +5,8 @@ Everything that the user can mend is found here, before a worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from conf.check import check
-from conf.compose import compose
+from conf.compose import compose, options_of
 from conf.schema import PlacementConfig, RunConfig
 from pipeline.errors import ConfigError, RequestError, shown, shown_path
 from pipeline.messages import ChatTurn
@@ -58,9 +59,7 @@ class PlannedSystem:
         if isinstance(self.spec, PeerSpec):
             cores = list(plan_cores(placement, usable_cores()).target)
             return msgspec.structs.replace(self.spec, cores=cores, batch_size=phase.batch_size)
-        config = self.spec.config
-        own = replace(config.placement, name=placement.name, target_cores=placement.target_cores)
-        return EngineSpec(config=replace(config, placement=own, max_requests=phase.batch_size))
+        return EngineSpec(config=_in_phase(self.spec.config, phase))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +149,10 @@ def make_plan(settings: BenchSettings) -> Plan:
     _check_cores(settings.setup_list)
     plain = _resolved(Entry(label=PLAIN_RUN, name=PLAIN_RUN), settings)
     assert plain.model.path is not None, "it is resolved"
+    _check_peers(entries, plain)
     folder = Path(plain.model.path)
     prompts = _encode(texts, folder, settings)
-    _check_lengths(prompts, texts, folder, plain.model.max_context)
+    _check_lengths(prompts, texts, _longest_context(plain, folder))
     longest = max(len(prompt.question.prompt_token_ids) for prompt in prompts)
     systems = [
         PlannedSystem(
@@ -170,8 +170,20 @@ def make_plan(settings: BenchSettings) -> Plan:
     return plan
 
 
+def _in_phase(config: RunConfig, phase: Phase) -> RunConfig:
+    placement = _PLACEMENTS[phase.setup]
+    own = replace(config.placement, name=placement.name, target_cores=placement.target_cores)
+    return replace(config, placement=own, max_requests=phase.batch_size)
+
+
 def _resolved(entry: Entry, settings: BenchSettings) -> RunConfig:
-    """The run's configuration, as `python -m pipeline.run` would have it, with local models."""
+    """The run's configuration with local models."""
+    with _in_words_of(entry):
+        return resolve_models(_composed(entry, settings))
+
+
+def _composed(entry: Entry, settings: BenchSettings) -> RunConfig:
+    """The run's configuration, as `python -m pipeline.run` would have it."""
     arguments = [
         f"conf={entry.name}",
         f"placement={_PLACEMENTS[SetUp.same_total_cores].name}",
@@ -181,23 +193,44 @@ def _resolved(entry: Entry, settings: BenchSettings) -> RunConfig:
         *entry.overrides,
     ]
     if settings.model is not None:
-        arguments.append(f"model.path={settings.model}")
+        key = "model" if _is_model_of_ours(settings.model) else "model.path"
+        arguments.append(f"{key}={settings.model}")
+    config = compose(arguments)
+    check(config)
+    return config
+
+
+@contextmanager
+def _in_words_of(entry: Entry) -> Iterator[None]:
+    """A mistake that is found inside is told with the bench's keys."""
     try:
-        config = compose(arguments)
-        check(config)
-        return resolve_models(config)
+        yield
     except ConfigError as error:
         where = f"systems: {shown(entry.label)}: " if entry.overrides else ""
         raise ConfigError(where + str(error).replace("model.path=", "model=")) from None
 
 
+def _is_model_of_ours(model: str) -> bool:
+    """Whether it is a file of the model group that names its model itself. A folder called so is `./NAME`."""
+    return model in options_of("model") and model != "custom"
+
+
+def _check_peers(entries: Sequence[Entry], plain: RunConfig) -> None:
+    for entry in entries:
+        if plain.model.is_emulated and not entry.is_ours:
+            raise ConfigError(
+                f"model={plain.model.name}: expected systems of ours only, because an emulated model has no "
+                f"weights for {entry.name}; leave {shown(entry.label)} out of systems="
+            )
+
+
 def _check_phases(plan: Plan) -> None:
     for system in plan.systems:
         for phase in plan.phases:
-            spec = system.spec_for(phase)
-            if isinstance(spec, EngineSpec):
+            if system.entry.is_ours:
                 try:
-                    check(spec.config)
+                    # As given, since a rule is about what the user can mend.
+                    check(_in_phase(_composed(system.entry, plan.settings), phase))
                 except ConfigError as error:
                     raise ConfigError(f"systems: {shown(system.label)}: {phase}: {error}") from None
 
@@ -282,11 +315,14 @@ def _encode(texts: Sequence[PromptText], folder: Path, settings: BenchSettings) 
     return prompts
 
 
-def _check_lengths(
-    prompts: Sequence[PlannedPrompt], texts: Sequence[PromptText], folder: Path, max_context: int
-) -> None:
+def _longest_context(plain: RunConfig, folder: Path) -> int:
+    if plain.model.is_emulated:
+        return plain.model.max_context
+    return min(plain.model.max_context, read_shape(folder).max_position)
+
+
+def _check_lengths(prompts: Sequence[PlannedPrompt], texts: Sequence[PromptText], limit: int) -> None:
     """An answer that is cut off by the context would be cut elsewhere by every system."""
-    limit = min(max_context, read_shape(folder).max_position)
     for prompt, text in zip(prompts, texts, strict=True):
         num_tokens = len(prompt.question.prompt_token_ids)
         if num_tokens + prompt.question.max_tokens > limit:

@@ -1,11 +1,14 @@
 """The prompts of a bench: sets as they are published, or the tool's own.
 
-JSON Lines; each line has `turns` (of which the first counts), `prompt`, or `question`. Other keys are data.
+JSON Lines, also compressed, as HumanEval's are (`HumanEval.jsonl.gz`); each line has `turns` (of which the
+first counts), `prompt`, or `question`. Other keys are data.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from pipeline.errors import ConfigError, shown, shown_path
 
 OWN_SET = Path(__file__).with_name("prompts.jsonl")
 _OWN_NAME = "built-in"
+_COMPRESSED = ".gz"
 _KEYS = ("turns", "prompt", "question")
 _EXPECTED = "expected an object with one of turns (a list of texts), prompt and question (a text)"
 
@@ -38,7 +42,7 @@ def read_sets(paths: str | None, *, num_prompts: int | None) -> list[PromptText]
     that is no prompt, and two files of the same name.
     """
     parts = [_OWN_NAME] if paths is None else [part.strip() for part in paths.split(",")]
-    files = [(part, OWN_SET) if part == _OWN_NAME else (Path(part).stem, Path(part)) for part in parts]
+    files = [(part, OWN_SET) if part == _OWN_NAME else (_set_name(part), Path(part)) for part in parts]
     names = [name for name, _ in files]
     for name in names:
         if names.count(name) > 1:
@@ -50,10 +54,10 @@ def read_sets(paths: str | None, *, num_prompts: int | None) -> list[PromptText]
 
 def _read_set(name: str, path: Path, num_prompts: int | None) -> list[PromptText]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = _read_text(path).split("\n")
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ConfigError(
-            f"prompts={shown_path(path)} cannot be read: {error}; expected a .jsonl file"
+            f"prompts={shown_path(path)} cannot be read: {error}; expected a .jsonl or .jsonl.gz file"
         ) from None
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
@@ -63,6 +67,17 @@ def _read_set(name: str, path: Path, num_prompts: int | None) -> list[PromptText
         origin = f"{shown_path(path)}:{number}"
         prompts.append(PromptText(set_name=name, index=index, text=_text_of(line, origin), origin=origin))
     return prompts
+
+
+def _set_name(path: str) -> str:
+    return Path(path.removesuffix(_COMPRESSED)).stem
+
+
+def _read_text(path: Path) -> str:
+    if path.suffix != _COMPRESSED:
+        return path.read_text(encoding="utf-8-sig")
+    with gzip.open(path, "rt", encoding="utf-8-sig") as file:
+        return file.read()
 
 
 def _text_of(line: str, origin: str) -> str:

@@ -17,6 +17,7 @@ from tools.bench.plan import Plan
 from tools.bench.plots import Picture
 from tools.bench.runner import Outcomes, State
 from tools.bench.settings import SetUp
+from tools.command_line import name_of
 from tools.tables import UNDEFINED, Table, number
 
 _COLUMNS = (
@@ -74,7 +75,7 @@ def make_report(
 ) -> Report:
     """about: `machine`, `versions`, `load_average` (before, after), `date`, `command`."""
     return Report(
-        title=f"{plan.settings.model or 'demo model'}, {plan.settings.dtype.value}",
+        title=f"{name_of(plan.settings.model or 'demo model')}, {plan.settings.dtype.value}",
         sections=[
             _how(plan, journal, about),
             _set_ups(plan),
@@ -158,7 +159,8 @@ def _case_sections(plan: Plan, figures: Sequence[Figures]) -> list[Section]:
             if of_set:
                 head = [column.format(baseline=plan.baseline.label) for column in _COLUMNS]
                 table = Table(head=head, rows=[_cells(entry) for entry in of_set])
-                heading = f"{name}: {of_set[0].num_prompts} prompts"
+                count = of_set[0].num_prompts
+                heading = f"{name}: {count} prompt{'s' if count > 1 else ''}"
                 sections.append(Section(heading=heading, level=3, table=table))
     return sections
 

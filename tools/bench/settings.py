@@ -69,8 +69,8 @@ class BenchSettings:
     """Comma-separated: requests asked at once. The peers of transformers and llama_cpp take one at a time."""
 
     prompts: str | None = None
-    """Comma-separated .jsonl files, a set each: `turns`, `prompt` or `question` a line; of several turns the
-    first. `built-in` among them, or null: the tool's own set."""
+    """Comma-separated .jsonl or .jsonl.gz files, a set each: `turns`, `prompt` or `question` a line; of
+    several turns the first. `built-in` among them, or null: the tool's own set."""
     num_prompts: int | None = None
     """First so many of each set. Null: all."""
     repeats: int = 2
@@ -81,7 +81,8 @@ class BenchSettings:
     """Of the first prompt; the next ones count on."""
 
     model: str | None = None
-    """The target: Hugging Face id, folder or .gguf file. Null: the built-in demo model."""
+    """The target: Hugging Face id, folder, .gguf file, or an emulated model by its name (then of the systems
+    only ours). Null: the built-in demo model."""
     dtype: DType = DType.bfloat16
     """Of our forward and of transformers'."""
     draft: str | None = None
