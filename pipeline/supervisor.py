@@ -102,6 +102,8 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._control: ControlServer | None = None
         self._profiler: ProfileServer | None = None
+        self._profiling_client: bytes | None = None
+        """Who attached last, and has not ended its profile."""
         self._spans = SpanRecorder()
         self._inbox: Inbox | None = None
         self._outbox: MailOutbox | None = None
@@ -329,14 +331,25 @@ class Supervisor:
         return messages
 
     def _answer_profiler(self) -> None:
-        """Do what another process asks for. The owner's mail waits so long; the stages go on."""
+        """Do what another process asks for. The owner's mail waits so long; the stages go on.
+
+        Who attaches takes over from whoever did before, since that one may be gone without a word; if it is
+        not, it hears of it at its own end, and gets none of the other's spans.
+        """
         while self._profiler is not None and (request := self._profiler.receive()) is not None:
             client, command = request
             answer: ToProfiler = ProfileStarted()
             try:
                 if isinstance(command, EndProfile):
+                    if client != self._profiling_client:
+                        raise RequestError(
+                            "another profiler attached in the meantime, and what was recorded before it is "
+                            "lost; attach again, one at a time"
+                        )
+                    self._profiling_client = None
                     answer = self.end_profile()
                 else:
+                    self._profiling_client = client
                     self.start_profile(num_spans=command.num_spans, traces_kernels=command.traces_kernels)
             except RequestError as error:
                 answer = ProfileRefused(reason=str(error))

@@ -10,10 +10,10 @@ import pytest
 from conf.check import check
 from conf.compose import compose
 from pipeline.engine import Engine
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RequestError
 from pipeline.messages import RequestFinished, Sampling, StageName
 from pipeline.model_source import resolve_models
-from pipeline.profiling import ProfileClient
+from pipeline.profiling import EngineProfile, ProfileClient
 from pipeline.spans import SpanKind
 from tests.processes.runtime import TOKENIZER, VERIFIER, collect, supervise, traces
 from tests.processes.toy_stages import Item
@@ -210,6 +210,35 @@ def test_a_running_engine_is_profiled_from_outside_more_than_once(engine, tmp_pa
     settings, _ = split_settings([f"out={tmp_path}", "attach=any"])
     write_files(settings, profiles[0])
     assert (tmp_path / "rounds.png").exists()
+
+
+def test_a_second_profiler_takes_over_and_the_first_is_told():
+    before = traces()
+    with supervise({TOKENIZER: "Echo"}) as supervisor:
+        (run,) = [Path(path) for path in traces() - before]
+        first_reason: list[str] = []
+        second_profile: list[EngineProfile] = []
+
+        def attach() -> None:
+            with ProfileClient(run) as first, ProfileClient(run) as second:
+                first.start(num_spans=1000, traces_kernels=False)
+                second.start(num_spans=1000, traces_kernels=False)
+                try:
+                    first.end()
+                except RequestError as error:
+                    first_reason.append(str(error))
+                second_profile.append(second.end())
+
+        attached = threading.Thread(target=attach)
+        attached.start()
+        number = 0
+        while attached.is_alive():
+            supervisor.send(TOKENIZER, Item(number=number))
+            collect(supervisor, 1)
+            number += 1
+        attached.join()
+    assert "another profiler attached in the meantime" in first_reason[0]
+    assert list(second_profile[0].stages[TOKENIZER].spans.spans())
 
 
 def test_kernels_are_traced_inside_target_and_draft_on_the_same_clock(engine):
