@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
 import pytest
+from matplotlib.figure import Figure
 
 from conf.errors import ConfigError
 from pipeline.messages import ProposalSource
@@ -16,7 +18,7 @@ from tools.figures.in_process import Rounds
 from tools.figures.predictions import fit_power_law
 from tools.figures.settings import FigureName, compose_settings
 from tools.figures.theorem7 import DraftTimes, Theorem
-from tools.figures.throughput import critical_batch
+from tools.figures.throughput import critical_batch, overhead_figure
 
 
 def test_a_power_law_is_found_again():
@@ -184,3 +186,17 @@ def test_answers_without_a_whole_round_say_nothing_about_theorem_7(tmp_path, mon
     table = (tmp_path / "theorem7.md").read_text(encoding="utf-8")
     assert "No answer was long enough for a whole round; raise max_tokens." in table
     assert all(line.endswith("| - |") for line in table.splitlines() if line.startswith("| 0."))
+
+
+def test_the_systems_of_the_overhead_can_be_told_apart_in_the_picture(monkeypatch):
+    metrics = msgspec.structs.replace(METRICS, num_rounds=3, decode_seconds=0.05)
+    same = Measured(metrics=[metrics], token_ids=[[1, 2, 3]])
+    monkeypatch.setattr("tools.figures.throughput.measure", lambda config, **_: same)
+    figure = Figure(figsize=(6.4, 4.2), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    overhead_figure(compose_settings(["figure=overhead", "out=x", *TINY])).draw(axes)
+    figure.canvas.draw()
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        boxes = [label.get_window_extent() for label in labels if label.get_text()]
+        assert len(boxes) > 1
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))

@@ -212,7 +212,7 @@ def overhead_figure(settings: FigureSettings) -> FigureResult:
             drafting = measured.per_round("draft_wait_ms")
             rest = measured.round_ms - measured.per_round("target_compute_ms") - waited
             parts = [table_ms, choosing, drafting, waited - drafting, rest]
-            labels.append(f"{label}\n{target_ms:g} ms")
+            labels.append(f"{label}, {target_ms:g} ms")
             bars.append(parts)
             rows.append(
                 [f"{target_ms:g}", label, f"{measured.round_ms:.2f}", *(f"{part:.2f}" for part in parts)]
@@ -227,13 +227,14 @@ def overhead_figure(settings: FigureSettings) -> FigureResult:
     ]
 
     def draw(axes: Any) -> None:
-        bottoms = [0.0] * len(bars)
+        starts = [0.0] * len(bars)
         for index, name in enumerate(names):
-            heights = [parts[index] for parts in bars]
-            axes.bar(range(len(bars)), heights, bottom=bottoms, label=name)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.set_xticks(range(len(bars)), labels, fontsize=6)
-        axes.set(ylabel="ms a round")
+            lengths = [parts[index] for parts in bars]
+            axes.barh(range(len(bars)), lengths, left=starts, label=name)
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+        axes.set_yticks(range(len(bars)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set(xlabel="ms a round")
         axes.legend(fontsize=8)
 
     return FigureResult(
