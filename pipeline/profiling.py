@@ -6,6 +6,7 @@ comes while the engine's owner polls it. Frames that are no request are counted,
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,11 +19,13 @@ from pipeline.errors import EngineDead, RequestError
 from pipeline.log import WarnOnce, get_logger
 from pipeline.mailbox import can_receive
 from pipeline.messages import StageName
-from pipeline.run_directory import ipc_address
+from pipeline.run_directory import ipc_address, live_runs
 
 SOCKET_NAME = "profile"
 _ANSWER_S = 120.0
 """A stage answers between two forwards, and may have a long trace to hand over."""
+_LOOK_MS = 500
+"""How often who waits for an answer looks whether the engine is still there."""
 
 _log = get_logger(__name__)
 
@@ -85,6 +88,7 @@ class ProfileClient:
 
     def __init__(self, run_directory: Path) -> None:
         """run_directory: of the engine, see `pipeline.run_directory`."""
+        self._run_directory = run_directory
         self._name = run_directory.name
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -121,8 +125,7 @@ class ProfileClient:
 
     def _ask(self, message: StartProfile | EndProfile) -> ProfileStarted | EngineProfile:
         self._socket.send(msgspec.msgpack.encode(message))
-        if not self._socket.poll(int(1000 * _ANSWER_S)):
-            raise EngineDead(f"the engine {self._name} did not answer within {_ANSWER_S:g} s")
+        self._wait_for_answer()
         try:
             answer: ToProfiler = self._decoder.decode(self._socket.recv())
         except msgspec.MsgspecError as error:
@@ -130,3 +133,11 @@ class ProfileClient:
         if isinstance(answer, ProfileRefused):
             raise RequestError(answer.reason)
         return answer
+
+    def _wait_for_answer(self) -> None:
+        deadline = time.monotonic() + _ANSWER_S
+        while not self._socket.poll(_LOOK_MS):
+            if self._run_directory not in live_runs(self._run_directory.parent):
+                raise EngineDead(f"the engine {self._name} has ended, and its profile with it")
+            if time.monotonic() > deadline:
+                raise EngineDead(f"the engine {self._name} did not answer within {_ANSWER_S:g} s")

@@ -1,6 +1,8 @@
 """What `systems=` and the other keys of the benchmark may be."""
 
 import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,7 @@ def test_values_are_composed_with_their_types() -> None:
         (["out=x", "repeat=2"], "did you mean repeats?"),
         (["out=x", "temperatures=0,-1"], "temperatures=0,-1: expected numbers from 0 to"),
         (["out=x", "answer_timeout_s=0"], "expected a positive number of seconds"),
+        (["out=x", "load_timeout_s=1e300"], "expected a positive number of seconds, at most 1000000"),
         (["out=x", "systems=sagaro"], "there is no system"),
         (["out=x", "prompts=nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["out=x", "max_tokens=" + "[" * 3000], "expected a whole number"),
@@ -123,6 +126,19 @@ def test_mistakes_end_with_status_2_and_leave_nothing(
     assert reason in captured.err
     assert captured.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_bench_in_order(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was not noticed")
+
+    monkeypatch.setattr("tools.bench.command.run", run)
+    assert main(["out=x"]) == status
+    assert "stopped; the same command goes on from here" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_in_a_line(

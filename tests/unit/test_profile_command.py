@@ -1,20 +1,24 @@
 """The keys of the profiler, the picture, and finding an engine to attach to."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EngineDead
 from pipeline.messages import StageName
+from pipeline.profiling import ProfileClient
 from pipeline.run_directory import RunDirectory, live_runs
 from tests.tiny_profiles import two_rounds
 from tools.profile.attach import find_run
 from tools.profile.command import main, write_files
 from tools.profile.cost import Cost
-from tools.profile.gantt import choose_rounds
+from tools.profile.gantt import choose_rounds, with_room
 from tools.profile.settings import split_settings
 
 
@@ -38,6 +42,7 @@ def test_the_profilers_keys_are_taken_and_the_rest_is_the_runs():
         (["cost_pairs=2", "prompt=hello"], "with cost_pairs the tool asks its own prompts"),
         (["seconds=0"], "seconds=0.0: expected a positive"),
         (["seconds=nan"], "seconds=nan: expected a positive"),
+        (["seconds=1e300"], "seconds=1e+300: expected a positive number of seconds, at most 1000000"),
         (["out="], "out= is empty"),
         (["out=a", "out=b"], "out is given twice"),
         (["picture=a.jpg"], "expected a name that ends with .png"),
@@ -86,6 +91,16 @@ def test_the_rounds_of_the_picture_are_the_middle_or_those_asked_for(count, firs
     assert list(choose_rounds(range(10), count=count, first=first)) == chosen
 
 
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (6, 6), (14, 14), (300, 15)])
+def test_rounds_are_told_what_they_are_where_there_is_room(count, expected):
+    rounds = [SimpleNamespace(start_ns=10 * number, end_ns=10 * number + 10) for number in range(count)]
+    shown = with_room(rounds)
+    assert len(shown) == expected
+    assert shown[0] is rounds[0]
+    uneven = [SimpleNamespace(start_ns=start, end_ns=end) for start, end in ((0, 1), (1, 2), (2, 100))]
+    assert with_room(uneven) == [uneven[0], uneven[2]]
+
+
 def test_the_picture_goes_where_it_is_wanted_and_is_a_small_png(tmp_path):
     settings, _ = split_settings([f"out={tmp_path}/out", f"picture={tmp_path}/pictures/a.png"])
     write_files(settings, two_rounds().profile(end_us=1000))
@@ -131,6 +146,42 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tools.profile.command.profile_running", interrupted)
     assert main(["attach=any", f"out={tmp_path}"]) == 130
     assert capsys.readouterr().err.strip() == "stopped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_attached_profile_early_and_keeps_it(tmp_path, monkeypatch, number):
+    class FakeClient:
+        def __init__(self, run):
+            self.is_on = False
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            assert not self.is_on
+
+        def start(self, **options):
+            self.is_on = True
+
+        def end(self):
+            self.is_on = False
+            return two_rounds().profile(end_us=1000)
+
+    monkeypatch.setattr("tools.profile.attach.find_run", lambda attach: tmp_path)
+    monkeypatch.setattr("tools.profile.attach.ProfileClient", FakeClient)
+    monkeypatch.setattr("time.sleep", lambda seconds: os.kill(os.getpid(), number))
+    assert main(["attach=any", "seconds=600", f"out={tmp_path}"]) == 0
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_an_engine_that_has_ended_is_not_waited_for(tmp_path):
+    run = RunDirectory(tmp_path)
+    with ProfileClient(run.path) as client:
+        run.remove()
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match="has ended, and its profile with it"):
+            client.start(num_spans=100, traces_kernels=False)
+        assert time.monotonic() - began < 30
 
 
 def test_a_running_engine_is_found_by_pid_by_folder_and_alone(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 The table goes to stdout, everything else to stderr. Exit status: 0 even if a peer was skipped or a system
 failed, which the table says; 1 if no system has figures, or the disk is full and the like; 2 for a mistake in
-the arguments or files; 130 for Ctrl-C, after which the same command goes on.
+the arguments or files; 128 + the signal's number for Ctrl-C (130) and SIGTERM, after which the
+same command goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from conf.compose import options_of
 from conf.keys import keys_of
 from pipeline.errors import ConfigError, EngineError
+from pipeline.interrupts import Interrupts
 from tools.bench.entries import PEERS
 from tools.bench.figures import all_figures
 from tools.bench.files import results, write_files
@@ -38,10 +40,12 @@ def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker
     if not arguments or any(argument in ("-h", "--help", "help") for argument in arguments):
         print(_usage())
         return 0 if arguments else 2
+    interrupts = Interrupts()
     try:
-        settings = compose_settings(arguments)
-        command = shown_command("bench", arguments, path_keys=_PATH_KEYS)
-        return run(settings, command=command, open_worker=open_worker)
+        with interrupts:
+            settings = compose_settings(arguments)
+            command = shown_command("bench", arguments, path_keys=_PATH_KEYS)
+            return run(settings, command=command, open_worker=open_worker)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str], *, open_worker: Callable[[WorkerSpec], Worker
         return 1
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here")
-        return 130
+        return interrupts.exit_status
 
 
 def run(

@@ -18,6 +18,7 @@ _VERBATIM_KEYS = (
     "systems", "prompts", "out", "model", "draft", "baseline", "setups", "temperatures", "batch_sizes",
 )  # fmt: skip
 _MAX_BATCH_SIZE = 256
+_MAX_SECONDS = 1_000_000
 _T = TypeVar("_T")
 
 
@@ -140,8 +141,11 @@ def _check(settings: BenchSettings) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{key}={value}: expected at least 1; raise it")
     for key in ("load_timeout_s", "answer_timeout_s"):
-        if not getattr(settings, key) > 0:
-            raise ConfigError(f"{key}={getattr(settings, key)}: expected a positive number of seconds")
+        if not 0 < getattr(settings, key) <= _MAX_SECONDS:
+            raise ConfigError(
+                f"{key}={getattr(settings, key)}: expected a positive number of seconds, at most "
+                f"{_MAX_SECONDS}"
+            )
     for listed in ("setup_list", "temperature_list", "batch_size_list"):
         getattr(settings, listed)
     if not 0 <= settings.seed <= MAX_SEED // 2:

@@ -6,15 +6,20 @@ import time
 from pathlib import Path
 
 from pipeline.errors import ConfigError, shown, shown_path
+from pipeline.interrupts import Interrupts
 from pipeline.profiling import EngineProfile, ProfileClient
 from pipeline.run_directory import live_runs, runtime_root
 from tools.profile.settings import ProfileSettings
 
 
 def profile_running(settings: ProfileSettings) -> EngineProfile:
-    """Record for `seconds`; Ctrl-C ends it early. Raises `ConfigError`, `EngineDead` and `RequestError`."""
+    """Record for `seconds`; Ctrl-C and SIGTERM end it early.
+
+    An engine whose profiler went without a word would record on and on.
+    Raises `ConfigError`, `EngineDead` and `RequestError`.
+    """
     assert settings.attach is not None
-    with ProfileClient(find_run(settings.attach)) as client:
+    with ProfileClient(find_run(settings.attach)) as client, Interrupts():
         client.start(num_spans=settings.num_spans, traces_kernels=settings.torch_profiler)
         try:
             time.sleep(settings.seconds)

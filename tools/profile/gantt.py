@@ -46,6 +46,8 @@ _LABELS = {
 _ARROWS = ("Proposal", "Outcome")
 _ARROWS_BETWEEN = {StageName.VERIFIER, StageName.SPECULATOR}
 _BAR_HEIGHT = 0.62
+_LABEL_WIDTH = 1 / 15
+"""Of what stands over a round, as a share of the picture."""
 _TITLE_LETTERS = 170
 """In a line of the title."""
 _DPI = 100
@@ -58,6 +60,17 @@ def choose_rounds(rounds: Sequence[Round], *, count: int, first: int | None) -> 
     if first is None:
         first = max(0, (len(rounds) - count) // 2)
     return rounds[first : first + count]
+
+
+def with_room(rounds: Sequence[Round]) -> list[Round]:
+    """Those over which a text can stand without running into the one before; the first is among them."""
+    least = 2 * _LABEL_WIDTH * (rounds[-1].end_ns - rounds[0].start_ns)
+    found: list[Round] = []
+    for item in rounds:
+        # Twice the middles.
+        if not found or item.start_ns + item.end_ns - found[-1].start_ns - found[-1].end_ns >= least:
+            found.append(item)
+    return found
 
 
 def draw_rounds(path: Path, timeline: Timeline, rounds: Sequence[Round], *, title: str) -> None:
@@ -107,10 +120,11 @@ def _draw_row(axes: Axes, row: int, spans: Sequence[Span], start_ns: int, end_ns
 
 
 def _mark_rounds(axes: Axes, rounds: Sequence[Round], start_ns: int) -> None:
-    """A line at the end of each round, and above it what became of its look-up."""
+    """A line at the end of each round, and above it what became of its look-up, where there is room."""
     for item in rounds:
+        axes.axvline((item.end_ns - start_ns) / 1e6, color="#888888", linewidth=0.6, linestyle=":", zorder=0)
+    for item in with_room(rounds):
         begin, end = ((ns - start_ns) / 1e6 for ns in (item.start_ns, item.end_ns))
-        axes.axvline(end, color="#888888", linewidth=0.6, linestyle=":", zorder=0)
         text = f"round {item.round_id}"
         if item.ready_length is not None:
             text += ": hit" if item.ready_length else ": miss"

@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError, shown_path
 from pipeline.spans import DEFAULT_NUM_SPANS, MAX_NUM_SPANS
 
 _FOLDER = Path(__file__).resolve().parents[2] / "conf" / "profile"
+_MAX_SECONDS = 1_000_000
 _VERBATIM_KEYS = ("out", "picture", "attach")
 """Values taken as they stand: they hold what Hydra's grammar gives a meaning to."""
 
@@ -67,8 +68,10 @@ def _check(settings: ProfileSettings, rest: Sequence[str]) -> None:
         raise ConfigError(f"num_spans={settings.num_spans}: expected 1 to {MAX_NUM_SPANS}")
     if settings.cost_pairs is not None and settings.cost_pairs < 1:
         raise ConfigError(f"cost_pairs={settings.cost_pairs}: expected at least 1")
-    if not 0 < settings.seconds < float("inf"):
-        raise ConfigError(f"seconds={settings.seconds}: expected a positive number of seconds")
+    if not 0 < settings.seconds <= _MAX_SECONDS:
+        raise ConfigError(
+            f"seconds={settings.seconds}: expected a positive number of seconds, at most {_MAX_SECONDS}"
+        )
     if Path(settings.out).is_file():
         raise ConfigError(f"out={shown_path(settings.out)} is a file, expected a folder; choose another")
     if settings.picture is not None and Path(settings.picture).suffix != ".png":
