@@ -16,6 +16,7 @@ from pathlib import Path
 
 from conf.schema import DraftKind, RunConfig
 from pipeline.errors import ConfigError, EngineDead, shown_path
+from pipeline.import_path import environment_of_ours
 
 _RESOLVER = "stages.model.source:resolve"
 """A function from a model's name, None for the demo, to its folder. Its progress goes to stderr."""
@@ -71,6 +72,7 @@ def _resolve(path: str | None, resolver: str) -> str:
         command if path is None else [*command, path],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        env=environment_of_ours(),
         check=False,
     )
     answer = _parse_answer(done.stdout)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import tools
 from conf.schema import RunConfig
 from pipeline.errors import RequestError
 from tests import fake_bench_worker
@@ -89,6 +90,18 @@ def test_a_worker_that_misbehaves_is_lost_with_its_last_words(
 def test_a_worker_that_never_gets_ready_is_lost(how: str, reason: str) -> None:
     with started(how) as process, pytest.raises(WorkerLost, match=reason):
         process.start(20 if how == "die" else 0.5)
+
+
+def test_a_worker_measures_the_source_of_the_bench_and_not_what_is_installed() -> None:
+    code = "import json, tools; input(); print(json.dumps({'type': 'Skipped', 'reason': tools.__file__}))"
+    # -S: nothing is installed.
+    process = WorkerProcess(SPEC, command=(sys.executable, "-P", "-S", "-c", code))
+    try:
+        reply = process.start(30)
+    finally:
+        process.close()
+    assert isinstance(reply, Skipped)
+    assert reply.reason == tools.__file__
 
 
 def test_a_worker_that_cannot_be_started_is_lost(tmp_path: Path) -> None:

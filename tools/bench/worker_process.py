@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pipeline.errors import shown
+from pipeline.import_path import environment_of_ours
 from tools.bench.protocol import (
     Answer,
     Answers,
@@ -66,6 +67,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
+                env=environment_of_ours(),
                 process_group=0,
             )
         except OSError as error:
