@@ -257,7 +257,9 @@ def test_answers_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
     with Journal(tmp_path, IDENTITY):
         pass
     with (
-        pytest.raises(ConfigError, match=r"answers of another run \(other: cores, versions\)"),
+        pytest.raises(
+            ConfigError, match=r"answers of another run \(other: cores, versions\); .* or delete it$"
+        ),
         Journal(tmp_path, {**IDENTITY, "versions": {"torch": "2"}, "cores": (0,)}),
     ):
         pass
@@ -275,7 +277,7 @@ def test_a_changed_source_is_accepted_on_demand_and_the_report_says_so(tmp_path:
                 part, all_figures(part, journal), outcomes, journal, about=ABOUT, pictures=[]
             )
     assert "2 versions are mixed" in markdown(report)
-    with pytest.raises(ConfigError, match=r"\(other: source\)"):
+    with pytest.raises(ConfigError, match=r"\(other: source\); .* with mix_sources=true$"):
         Journal(tmp_path, {**IDENTITY, "source": "s2"})
 
 

@@ -175,7 +175,8 @@ class Journal:
         other = [key for key in keys if header.identity.get(key) != identity.get(key)]
         if not other:
             return
+        advice = ", or go on all the same with mix_sources=true" if other == ["source"] else ""
         raise ConfigError(
             f"{shown_path(self._path)} holds answers of another run (other: {', '.join(other)}); choose "
-            "another out=FOLDER, or delete it"
+            f"another out=FOLDER, or delete it{advice}"
         )
