@@ -18,6 +18,7 @@ from conf.limits import (
     MAX_STOP_STRING,
     MAX_STOP_STRINGS,
     MAX_WHOLE_NUMBER,
+    MIN_REPETITION_PENALTY,
 )
 from conf.schema import RunConfig
 from conf.structured import fault_of_structured
@@ -84,8 +85,8 @@ def _check_penalties(config: RunConfig) -> None:
                 f"{key}={penalty}: expected {-MAX_ADDITIVE_PENALTY:g} to {MAX_ADDITIVE_PENALTY:g}; "
                 "0 changes nothing"
             )
-    if not 0 < config.repetition_penalty <= MAX_REPETITION_PENALTY:
+    if not MIN_REPETITION_PENALTY <= config.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise ConfigError(
-            f"repetition_penalty={config.repetition_penalty}: expected more than 0 and at most "
+            f"repetition_penalty={config.repetition_penalty}: expected {MIN_REPETITION_PENALTY:g} to "
             f"{MAX_REPETITION_PENALTY:g}; 1 changes nothing"
         )

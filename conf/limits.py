@@ -16,8 +16,8 @@ MAX_WHOLE_NUMBER = 2**31 - 1
 
 MAX_ADDITIVE_PENALTY = 2.0
 """Of presence and frequency penalties, either way; as in the OpenAI API and vLLM."""
-MAX_REPETITION_PENALTY = 1e6
-"""Far beyond what leaves text readable, and logits times it are still numbers in float32."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Far beyond what leaves text readable, and logits times or divided by it are still numbers in float32."""
 MAX_LOGIT_BIAS = 100.0
 """Either way; as in the OpenAI API."""
 MAX_LOGPROBS = 20

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-30
+"""What is colder is taken as this, which has the same law: divided by less, a float32 may overflow, and by what
+float32 takes for 0 it is NaN."""
 _FIRST_CANDIDATES = 256
 """How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary."""
 
@@ -28,7 +31,7 @@ def sampling_law(
         return logits
     # Subtract the maximum first: at tiny temperatures the quotient then goes to -inf, never to NaN.
     largest = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
-    law = (logits - largest).div_(temperature)
+    law = (logits - largest).div_(max(temperature, MIN_TEMPERATURE))
     vocab_size = law.shape[-1]
     if 0 < top_k < vocab_size:
         kth = law.topk(top_k, dim=-1).values[:, -1:]

@@ -42,6 +42,7 @@ from conf.limits import (
     MAX_STOP_STRINGS,
     MAX_TEMPERATURE,
     MAX_WHOLE_NUMBER,
+    MIN_REPETITION_PENALTY,
 )
 from pipeline.tensor_ref import TensorRef
 
@@ -92,11 +93,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     several requests (`pipeline.samples`).
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_WHOLE_NUMBER)]
     """Most tokens to generate, at least 1."""
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
     """0 is greedy."""
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_WHOLE_NUMBER)] = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all."""
@@ -104,7 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Drop tokens less likely than min_p times the likeliest; 0 drops none."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]
     """0 <= seed < 2**63."""
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_WHOLE_NUMBER)] = 0
     """End-of-sequence and stop tokens are banned, and stop strings ignored, before so many output tokens."""
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING)]],
@@ -119,7 +120,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Taken off the logits of tokens that the output holds."""
     frequency_penalty: _AdditivePenalty = 0.0
     """Taken off the logits of tokens once for each time that the output holds them."""
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     """Divides the positive logits of tokens that prompt or output hold, and multiplies the negative ones."""
     logit_bias: dict[_TokenId, Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] = {}
     """Added to the logits of these tokens."""

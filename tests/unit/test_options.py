@@ -27,6 +27,9 @@ OUT_OF_RANGE = [
     ("repetition_penalty", 0.0),
     ("repetition_penalty", -1.0),
     ("repetition_penalty", math.inf),
+    ("repetition_penalty", 1e-300),
+    ("max_tokens", 1 << 40),
+    ("top_k", 1 << 70),
     ("logit_bias", {5: 100.5}),
     ("logit_bias", {5: -100.5}),
     ("logit_bias", {-1: 0.0}),
@@ -44,7 +47,7 @@ OUT_OF_RANGE = [
 AT_THE_EDGE = [
     ("presence_penalty", 2.0),
     ("frequency_penalty", -2.0),
-    ("repetition_penalty", 1e-3),
+    ("repetition_penalty", 1e-6),
     ("logit_bias", {0: 100.0, 1: -100.0}),
     ("logprobs", 0),
     ("logprobs", 20),

@@ -113,3 +113,12 @@ def test_a_row_without_any_allowed_token_stays_one(options: dict[str, float]) ->
     law = sampling_law(logits, temperature=0.7, **options)
     assert law[1].tolist() == [-torch.inf] * 3
     assert torch.equal(law[:1], sampling_law(logits[:1], temperature=0.7, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-29, 1e-40, 1e-46, 1e-320])
+def test_however_cold_the_law_is_the_likeliest_token(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [5.0, -30.0, 5.0, 4.999]], dtype=dtype)
+    law = sampling_law(logits, temperature=temperature, top_p=0.9, min_p=0.1)
+    assert law.softmax(dim=-1).tolist() == [[0, 1, 0, 0], [0.5, 0, 0.5, 0]]
+    assert not sampling_law(logits, temperature=temperature).to(torch.float32)[:, :3].isinf().any()
