@@ -45,6 +45,7 @@ class GivenPrompt:
 def prompt_of(given: Prompt) -> GivenPrompt:
     """The prompt that a program means. Raises `RequestError` for what is none."""
     if isinstance(given, str):
+        _check_unicode(given)
         return GivenPrompt(prompt=given)
     if isinstance(given, Mapping):
         return _prompt_of_dict(given)
@@ -68,6 +69,7 @@ def turns_of(chat: Sequence[ChatTurn | Mapping[str, str]]) -> list[ChatTurn]:
                 f'expected turns like {{"role": "user", "content": "..."}}, got {shown(turn)}: {error}; '
                 'correct it (token ids are given as {"prompt_token_ids": [1, 2, ...]})'
             ) from None
+        _check_unicode(turns[-1].role + turns[-1].content)
     return turns
 
 
@@ -115,9 +117,18 @@ def checked_token_ids(given: object, *, vocab_size: int | None = None) -> list[i
     return list(given)
 
 
+def _check_unicode(text: str) -> None:
+    """Half a surrogate pair is no character, and no message can carry it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid Unicode text ({error}); correct it") from None
+
+
 def _prompt_of_dict(given: PromptDict) -> GivenPrompt:
     match given:
         case {"prompt": str(text), **others} if not others:
+            _check_unicode(text)
             return GivenPrompt(prompt=text)
         case {"prompt_token_ids": token_ids, **others} if not others:
             return GivenPrompt(prompt_token_ids=checked_token_ids(token_ids))

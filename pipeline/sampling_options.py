@@ -37,6 +37,11 @@ def check_sampling(sampling: Sampling) -> None:
         msgspec.convert(msgspec.to_builtins(sampling), Sampling)
     except msgspec.ValidationError as error:
         raise RequestError(_in_our_words(error)) from None
+    for name in ("stop", "structured_outputs"):
+        try:
+            msgspec.msgpack.encode(getattr(sampling, name))
+        except UnicodeEncodeError as error:  # half a surrogate pair, which no message can carry
+            raise RequestError(f"{name}: expected Unicode text, got {error}; correct it") from None
     if sampling.min_tokens > sampling.max_tokens:
         raise RequestError(
             f"min_tokens={sampling.min_tokens}: expected at most max_tokens={sampling.max_tokens}; "

@@ -1,5 +1,6 @@
 """`LLM` without its pipeline: arguments, sampling parameters, and many prompts through a fake engine."""
 
+import pickle
 import subprocess
 import sys
 
@@ -100,6 +101,26 @@ def test_sampling_params_have_vllms_defaults():
         _ = params.color
 
 
+def test_sampling_params_that_are_set_later_are_checked_and_count():
+    params = SamplingParams(seed=1)
+    other = params.clone()
+    params.max_tokens, params.temperature, params.stop, params.n = 5, 0, "END", 2
+    expected = SamplingParams(seed=1, max_tokens=5, temperature=0, stop="END", n=2)
+    assert (params, params.n, params.options) == (expected, 2, expected.options)
+    assert other == pickle.loads(pickle.dumps(other)) == SamplingParams(seed=1)
+    for name, value in (("temprature", 1), ("top_p", 7), ("n", 0), ("options", {}), ("min_tokens", 6)):
+        with pytest.raises(RequestError, match=f"{name}"):
+            setattr(params, name, value)
+    assert params == expected
+
+
+def test_none_is_vllms_default_and_not_the_engines():
+    given = SamplingParams(temperature=None, top_k=None, top_p=None, min_p=None)
+    assert given == SamplingParams()
+    config = RunConfig(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25)
+    assert resolve_options(given.options, config).temperature == 1.0
+
+
 def test_every_field_of_sampling_is_a_sampling_parameter():
     values = {name: getattr(Sampling(max_tokens=3, seed=4), name) for name in Sampling.__struct_fields__}
     assert resolve_options(SamplingParams(**values).options, RunConfig()) == Sampling(max_tokens=3, seed=4)
@@ -116,6 +137,10 @@ def test_every_field_of_sampling_is_a_sampling_parameter():
         ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
         ({"temperature": "hot"}, "temperature: expected `float`, got `str`"),
         ({"n": 0}, "n=0: expected a whole number of at least 1"),
+        ({"n": True}, "n=True: expected a whole number"),
+        ({"n": 10**7}, "n=10000000: expected a whole number of at least 1, at most 1024"),
+        ({"stop": ["a", "b\ud800"]}, "stop: expected Unicode text"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs: expected Unicode text"),
     ],
 )
 def test_bad_sampling_parameters_are_refused_by_name(options, named):
@@ -182,6 +207,8 @@ def test_texts_and_token_ids_may_be_mixed_and_bad_ids_do_not_cost_the_others():
         ),
         ({"prompt_token_ids": None}, "got NoneType"),
         ({"prompt_token_ids": {1, 2}}, "got set; give a list (of an array or a tensor .tolist() makes one)"),
+        ("a\ud800", "the prompt is not valid Unicode text"),
+        ([{"role": "user", "content": "\ud800"}], "the prompt is not valid Unicode text"),
         ([1, 2], 'token ids are given as {"prompt_token_ids": [1, 2, ...]}'),
         (7, "or a list of turns, got int"),
     ],
