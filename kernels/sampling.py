@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-30
-"""What is colder is taken as this, which has the same law: divided by less, a float32 may overflow, and by what
-float32 takes for 0 it is NaN."""
+"""What is colder is taken as this, which has the same law: a float32 may overflow when it is divided by less,
+and what float32 takes for 0 makes NaN of it."""
 _FIRST_CANDIDATES = 256
 """How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary."""
 

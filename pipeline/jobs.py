@@ -36,6 +36,8 @@ class Job:
     """One answer on its way; in the end it has `finished` or a `failure`."""
 
     prompt: GivenPrompt
+    prompt_id: str
+    """What the prompt is called in its output; a request of several has the sample behind it."""
     prompt_index: int
     """Place among the prompts of the call."""
     sample: int
@@ -54,6 +56,7 @@ def jobs_of(
     return [
         Job(
             prompt=prompt,
+            prompt_id=request_id,
             prompt_index=index,
             sample=sample,
             sampling=msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, sample)),
@@ -150,7 +153,7 @@ def _output(jobs: Sequence[Job]) -> RequestOutput | None:
     ]
     first, finished = ended[0]
     return RequestOutput(
-        request_id=first.request_id,
+        request_id=first.prompt_id,
         prompt=first.prompt.chat if first.prompt.prompt is None else first.prompt.prompt,
         prompt_token_ids=first.prompt.prompt_token_ids,
         outputs=completions,

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 from conf.check import check
 from conf.compose import compose
@@ -29,6 +29,7 @@ from pipeline.messages import ChatTurn
 from pipeline.model_source import resolve_models
 from pipeline.sampling_params import SamplingParams
 
+_T = TypeVar("_T")
 Turns = Sequence[ChatTurn | Mapping[str, str]]
 
 
@@ -92,7 +93,7 @@ class LLM:
         Raises `RequestError` for what is no prompt; `PartialResults`, after all others are answered, when
         some could not be; and `EngineDead` when a stage is lost.
         """
-        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        several = [prompts] if isinstance(prompts, str | Mapping) else _in_order(prompts, "prompts")
         given = [_raw_prompt(prompt, index) for index, prompt in enumerate(several)]
         return self._answer(given, sampling_params, use_tqdm=use_tqdm)
 
@@ -104,8 +105,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; see `generate`."""
-        is_single = bool(messages) and isinstance(messages[0], Mapping | ChatTurn)
-        chats = cast(Sequence[Turns], [messages] if is_single else messages)
+        several = _in_order(messages, "conversations")
+        is_single = bool(several) and isinstance(several[0], Mapping | ChatTurn)
+        chats = cast(Sequence[Turns], [several] if is_single else several)
         given = [GivenPrompt(chat=turns_of(chat)) for chat in chats]
         return self._answer(given, sampling_params, use_tqdm=use_tqdm)
 
@@ -146,12 +148,24 @@ class LLM:
     ) -> Sequence[SamplingParams | None]:
         if params is None or isinstance(params, SamplingParams):
             return [params] * num_prompts
-        each = list(params)
+        each = _in_order(params, "SamplingParams")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"expected SamplingParams, got {shown(repr(one))}; make one, as SamplingParams(n=2)"
+                )
         if len(each) != num_prompts:
             raise RequestError(
                 f"expected 1 SamplingParams for all or {num_prompts}, one for each prompt; got {len(each)}"
             )
         return each
+
+
+def _in_order(given: Iterable[_T], what: str) -> list[_T]:
+    """A list of it. Raises `RequestError` for what has no order, to which no answers could be assigned."""
+    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable):
+        raise RequestError(f"expected one or a list of {what}, got {shown(repr(given))}; give a list")
+    return list(given)
 
 
 def _raw_prompt(prompt: str | PromptDict, index: int) -> GivenPrompt:

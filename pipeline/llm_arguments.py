@@ -6,6 +6,7 @@ An argument that cannot be meant here is refused by name, with what there is ins
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from enum import Enum
 
@@ -41,6 +42,8 @@ _INSTEAD = {
 
 _METHODS = {"draft_model": "speculative", "ngram": "speculative"}
 """vLLM's names of methods; the others are our named runs."""
+_JSON_KEYS = ("stop", "logit_bias", "structured_outputs.json", "structured_outputs.choice")
+"""What is read as JSON: a list or an object of Python's is written so."""
 _TREES = ("tree", "saguaro_tree")
 _SPECULATION = "speculation."
 _OWN = ("method", "model", "num_speculative_tokens")
@@ -56,7 +59,7 @@ def arguments_of(
     for name, value in {**_speculation_keys(speculative_config), **_run_keys(keys)}.items():
         if name in arguments:
             raise ConfigError(f"{name} is given twice, expected it once; leave one out")
-        arguments[name] = _typed(value)
+        arguments[name] = _in_json(name, value) if name in _JSON_KEYS else _typed(value)
     return [f"{name}={value}" for name, value in arguments.items()]
 
 
@@ -70,7 +73,8 @@ def _run_keys(keys: Mapping[str, object]) -> dict[str, object]:
             raise ConfigError(
                 f"LLM({shown(name)}=...): {key} is given twice, expected it once; leave one out"
             )
-        if not (name == "dtype" and value == "auto"):
+        is_default = value is None or (name == "dtype" and value == "auto")  # vLLM's ways to say nothing
+        if not (name in _RENAMED and is_default):
             found[key] = value
     return found
 
@@ -90,7 +94,11 @@ def _speculation_keys(given: Mapping[str, object] | None) -> dict[str, object]:
     """The keys of a `speculative_config`. None leaves everything to the default run."""
     if given is None:
         return {}
-    method = given.get("method", "saguaro")
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'speculative_config={shown(repr(given))}: expected a dict such as {{"method": "saguaro"}}'
+        )
+    method = given.get("method") or "saguaro"
     methods = [*options_of("conf"), *_METHODS]
     if method not in methods:
         raise ConfigError(
@@ -100,7 +108,7 @@ def _speculation_keys(given: Mapping[str, object] | None) -> dict[str, object]:
     keys: dict[str, object] = {"conf": run}
     if method == "ngram":
         keys["speculation.draft.kind"] = "ngram"
-    for name, value in given.items():
+    for name, value in ((str(name), value) for name, value in given.items()):
         if name not in _OWN and _SPECULATION + name not in all_keys():
             known = [
                 *_OWN,
@@ -111,6 +119,8 @@ def _speculation_keys(given: Mapping[str, object] | None) -> dict[str, object]:
             raise ConfigError(
                 f"speculative_config: {shown(name)}={shown(value)}: there is no such key; {advice}"
             )
+        if name in _OWN and value is None:
+            continue
         if name == "model":
             keys["speculation.draft.path"] = value
         elif name == "num_speculative_tokens":
@@ -120,6 +130,18 @@ def _speculation_keys(given: Mapping[str, object] | None) -> dict[str, object]:
     if method == "draft_model" and "speculation.draft.path" not in keys:
         raise ConfigError("speculative_config: method=draft_model: expected model=DRAFT beside it; add it")
     return keys
+
+
+def _in_json(key: str, value: object) -> str:
+    """As it would stand on a command line, for one of `_JSON_KEYS`."""
+    if key == "stop" and isinstance(value, str):
+        value = [value]  # else a text that begins with a bracket would be read as a list
+    if value is None or isinstance(value, str):
+        return _typed(value)
+    try:
+        return json.dumps(list(value) if isinstance(value, tuple) else value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"LLM({key}={shown(repr(value))}): expected what JSON can hold: {error}") from None
 
 
 def _typed(value: object) -> str:

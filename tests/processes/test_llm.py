@@ -135,6 +135,17 @@ def test_prompts_that_cannot_be_answered(llm: LLM) -> None:
         RequestError, match="expected 1 SamplingParams for all or 2, one for each prompt; got 3"
     ):
         llm.generate(["a", "b"], [params] * 3)
+    for wrong in ({"max_tokens": 3}, 7, [7], ["greedy"], "greedy"):
+        with pytest.raises(RequestError, match=r"expected .*SamplingParams, got"):
+            llm.generate("a", wrong)  # type: ignore[arg-type]
+    for none in (7, None, {"a", "b"}, b"a"):
+        with pytest.raises(RequestError, match="expected one or a list of prompts, got"):
+            llm.generate(none)  # type: ignore[arg-type]
+    for none in (7, None, "hello", {"role": "user", "content": "hello"}):
+        with pytest.raises(RequestError, match="expected one or a list of conversations, got"):
+            llm.chat(none)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="prompt 1: the prompt is not valid Unicode text"):
+        llm.generate(["hello", "\ud800"])
     with pytest.raises(PartialResults, match=r"1 of 2 .*prompt 1: the prompt has .* tokens") as caught:
         llm.generate(["hello", "x " * 100], params, use_tqdm=False)
     first, second = caught.value.outputs

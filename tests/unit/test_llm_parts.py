@@ -1,5 +1,6 @@
 """`LLM` without its pipeline: arguments, sampling parameters, and many prompts through a fake engine."""
 
+import json
 import pickle
 import subprocess
 import sys
@@ -47,6 +48,27 @@ def test_every_key_of_a_run_can_be_given():
     assert config.model.weights.name == "int8"
 
 
+def test_options_of_the_run_are_taken_as_python_has_them():
+    config = configured(
+        stop=["\n\n", 'a "b", c]'],
+        stop_token_ids=[1, 2],
+        logit_bias={5: -1.5, "6": 2},
+        **{"structured_outputs.choice": ("yes", "no")},
+    )
+    assert (config.stop, config.stop_token_ids) == (["\n\n", 'a "b", c]'], [1, 2])
+    assert config.logit_bias == {5: -1.5, 6: 2.0}
+    assert config.structured_outputs.choice == ["yes", "no"]
+    assert configured(stop="[END]").stop == ["[END]"]
+    schema = {"type": "object", "properties": {"a": {"const": "{=,}"}}}
+    assert json.loads(configured(**{"structured_outputs.json": schema}).structured_outputs.json) == schema
+
+
+def test_none_says_nothing():
+    assert configured(max_model_len=None, dtype=None, seed=None, max_num_seqs=None) == configured()
+    nothing = {"method": None, "model": None, "num_speculative_tokens": None}
+    assert configured(None, nothing) == configured(None, {})
+
+
 def test_a_speculative_config_chooses_run_draft_and_depth():
     config = configured(
         "m/t",
@@ -72,6 +94,9 @@ def test_a_speculative_config_chooses_run_draft_and_depth():
         ({"metod": "saguaro"}, {}, "metod=saguaro: there is no such key; did you mean method?"),
         ({"draft_tensor_parallel_size": 1}, {}, "supported: method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, {}, "expected model=DRAFT beside it"),
+        ("saguaro", {}, "speculative_config='saguaro': expected a dict such as"),
+        ({5: 6}, {}, "5=6: there is no such key"),
+        (None, {"stop": [b"x"]}, "LLM(stop=[b'x']): expected what JSON can hold"),
         ({"num_speculative_tokens": 0}, {}, "speculation.depth=0: expected at least 1"),
         ({"method": "saguaro"}, {"conf": "ssd"}, "conf and speculative_config are both given"),
         (None, {"tensor_parallel_size": 2}, "LLM(tensor_parallel_size=2): not supported; the target runs on"),
@@ -225,6 +250,7 @@ def test_several_answers_to_a_prompt_have_seeds_of_their_own():
     first, second = outputs_of(jobs)
     assert [output.index for output in first.outputs] == [0, 1, 2]
     assert [output.text for output in second.outputs] == ["two"] * 3
+    assert (first.request_id, second.request_id) == ("1", "2")
     seeds = [output.seed for output in first.outputs]
     assert seeds[0] == 1
     assert len(set(seeds)) == 3
