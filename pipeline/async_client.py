@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from pipeline.client_messages import Accepted, Cancel, EngineStats, Generate, GetStats, StatsReport
 from pipeline.client_options import without_defaults
 from pipeline.connection import Connection
-from pipeline.errors import EngineDead, RequestError, RequestTimeout, shown
+from pipeline.errors import EngineDead, EngineUnreachable, RequestError, RequestTimeout, shown
 from pipeline.given_prompt import Prompt, prompt_of
 from pipeline.messages import (
     FinishReason,
@@ -69,15 +71,23 @@ class AsyncClient:
         address: what the engine was given as `listen=`.
         timeout_s: limit for each request that is given none of its own; None: no limit.
         connect_timeout_s: how long to wait for an engine that is still loading.
+        Raises `RequestError` for a limit that is no number above 0, and `EngineUnreachable` for no address.
         """
+        if not isinstance(address, str):
+            raise EngineUnreachable(
+                f"{shown(repr(address))} is no address: expected ipc:///PATH or tcp://HOST:PORT"
+            )
+        _check_limit("timeout_s", timeout_s)
+        _check_limit("connect_timeout_s", connect_timeout_s)
         self._address = address
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._connection: Connection | None = None
         self._is_closed = False
         self._connecting = asyncio.Lock()
-        self._by_name: dict[str, AsyncStream] = {}
-        self._by_number: dict[str, AsyncStream] = {}
+        # Not held here, so that a stream that its program drops ends its request.
+        self._by_name: WeakValueDictionary[str, AsyncStream] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[str, AsyncStream] = WeakValueDictionary()
         """What the engine knows them by: a name may be used again before it has forgotten the first."""
         self._reports: dict[str, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count(1)
@@ -124,8 +134,10 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer block by block, as it is committed; takes and raises what `generate` does.
 
-        Use it in `async with`, which cancels the request of a stream that is left, or iterate to its end.
+        A stream that is left ends its request: at the end of `async with`, else once it is garbage, which it
+        is at once after a `break` out of `async for block in client.stream(...)`.
         """
+        _check_limit("timeout_s", timeout_s)
         number = self._new_number()
         name = f"request-{number}" if request_id is None else request_id
         if name in self._by_name:
@@ -233,6 +245,7 @@ class AsyncStream:
         self._request = request
         self._timeout_s = timeout_s
         self._ends_at: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: Connection | None = None
         self._news: asyncio.Queue[TextBlock | RequestFinished | RequestFailed | EngineDead] = asyncio.Queue()
         self._seed = 0
@@ -254,6 +267,14 @@ class AsyncStream:
     ) -> None:
         await self.aclose()
 
+    def __del__(self) -> None:
+        # A loop that was left with `break` drops its stream, in whatever thread the garbage is collected.
+        if self._loop is not None and not self.is_over:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the connection
+                self._loop.call_soon_threadsafe(
+                    _cancel_soon, self._connection, Cancel(request_id=self._request.request_id)
+                )
+
     async def start(self) -> None:
         """Send the request, if that was not done yet. Raises as `AsyncClient.generate` does."""
         if self._connection is not None or self.is_over:
@@ -261,7 +282,7 @@ class AsyncStream:
         async with self._limited():
             connection = await self._client.connected()
             if not self._is_cancelled:
-                self._connection = connection
+                self._connection, self._loop = connection, asyncio.get_running_loop()
                 await connection.send(self._request)
 
     def __aiter__(self) -> AsyncIterator[TextBlock]:
@@ -356,3 +377,16 @@ class AsyncStream:
             num_prompt_tokens=end.num_prompt_tokens if end else None,
             metrics=end.metrics if end else None,
         )
+
+
+def _cancel_soon(connection: Connection | None, message: Cancel) -> None:
+    if connection is not None:
+        connection.send_soon(message)
+
+
+def _check_limit(name: str, limit_s: float | None) -> None:
+    """Raise `RequestError` for what is no limit."""
+    if limit_s is None:
+        return
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+        raise RequestError(f"{name}={shown(repr(limit_s))}: expected a number of seconds above 0; correct it")

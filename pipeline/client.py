@@ -51,12 +51,13 @@ class Client:
         self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
     ) -> None:
         """Takes what `AsyncClient` takes."""
+        # First, because it refuses what cannot be: no thread is left behind then.
+        self._client = AsyncClient(address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
         self._lock = threading.Lock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="saguaro-client", daemon=True)
         self._thread.start()
-        self._client = AsyncClient(address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
 
     def __enter__(self) -> Self:
         try:
@@ -185,7 +186,8 @@ class Stream:
 
     def close(self) -> None:
         """Leave the stream; a request that is not finished is cancelled. May be called twice."""
-        self._client._run(self._stream.aclose())
+        with contextlib.suppress(EngineDead):  # a client that is closed has cancelled it
+            self._client._run(self._stream.aclose())
 
 
 async def _end_everything(client: AsyncClient) -> None:

@@ -60,12 +60,19 @@ def with_options(base: Sampling, options: Mapping[str, object]) -> Sampling:
     """
     options = _with_structured_outputs(options)
     for name in options:
+        if name == "n":
+            raise RequestError(
+                "option n is not supported here, where each request has one answer: ask n times, each time "
+                "with another seed"
+            )
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _FIELDS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"supported: {', '.join(_FIELDS)}"
             raise RequestError(f"option {shown(name)} is not supported; {advice}")
     if isinstance(stop := options.get("stop"), str):
         options = {**options, "stop": [stop]}
+    if options.get("top_k") == -1:  # as vLLM writes it, too
+        options = {**options, "top_k": 0}
     try:
         changed = msgspec.convert({**msgspec.to_builtins(base), **options}, Sampling, str_keys=True)
     except msgspec.ValidationError as error:

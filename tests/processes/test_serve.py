@@ -1,6 +1,8 @@
 """Server and clients with an engine that has no stages: who gets what, who is cancelled, who is told."""
 
 import asyncio
+import gc
+import math
 import os
 import random
 import signal
@@ -102,7 +104,13 @@ def test_token_ids_and_texts_in_dicts_reach_the_engine_as_they_stand(client, ser
         ("say x", {"max_tokens": "many"}, "max_tokens: expected `int`, got `str`"),
         ("say x", {"tempature": 1}, "option tempature is not supported; did you mean temperature?"),
         ("say x", {"seed": object()}, "cannot be sent"),
-        ("half a pair \ud83d", {}, "cannot be sent"),
+        ("half a pair \ud83d", {}, "the prompt is not valid Unicode text"),
+        ("say x", {"stop": "\ud83d"}, "cannot be sent"),
+        ("say x", {"timeout_s": 0}, "timeout_s=0: expected a number of seconds above 0"),
+        ("say x", {"timeout_s": math.nan}, "timeout_s=nan: expected a number of seconds above 0"),
+        ("say x", {"timeout_s": "5"}, "timeout_s='5': expected a number of seconds above 0"),
+        ("say x", {"n": 3}, "n is not supported here, where each request has one answer: ask n times"),
+        ("say x", {"top_k": -2}, "top_k: expected `int` >= 0"),
         ([{"role": "user"}], {}, "expected turns like"),
         ([{"role": "user", "content": "x", "name": "y"}], {}, "expected turns like"),
         (7, {}, "or a list of turns, got int"),
@@ -206,6 +214,47 @@ def test_leaving_a_stream_cancels_its_request(client, server):
         break
     wait_until(lambda: is_idle(server))
     assert server.engine.cancelled == ["1"]
+
+
+def test_leaving_an_asynchronous_stream_with_break_cancels_its_request(server):
+    async def ask():
+        async with AsyncClient(server.address) as client:
+            async for block in client.stream("hang", request_id="a"):
+                assert block.text == "partial"
+                break
+            while (await client.stats()).num_running:
+                await asyncio.sleep(0.01)
+            assert (await client.generate("say x", request_id="a")).text == "x"
+            async for _ in client.stream("say a b"):
+                gc.collect()  # takes nothing that is in use
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+    assert server.engine.cancelled == ["1"]
+
+
+def test_a_stream_may_be_closed_after_its_client(server):
+    with Client(server.address) as client, client.stream("hang") as stream:
+        next(stream)
+        client.close()
+    stream.close()
+    wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": -1}, {"connect_timeout_s": math.nan}, {"timeout_s": True}])
+def test_limits_that_are_none_are_refused_and_leave_no_thread(limits):
+    num_threads = threading.active_count()
+    for make in (Client, AsyncClient):
+        with pytest.raises(RequestError, match=r"timeout_s=.*: expected a number of seconds above 0"):
+            make("ipc:///nowhere", **limits)
+        for address in (None, 5, b"ipc:///x"):
+            with pytest.raises(EngineUnreachable, match=r"is no address: expected ipc:///PATH"):
+                make(address)
+    assert threading.active_count() == num_threads
+
+
+def test_top_k_of_minus_1_keeps_every_token_as_in_vllm(client, server):
+    assert client.generate("say x", top_k=-1).text == "x"
+    assert server.engine.samplings["1"].top_k == 0
 
 
 def test_a_request_that_takes_too_long_is_cancelled(client, server):
