@@ -136,6 +136,15 @@ def test_stop_is_quick_may_be_called_twice_and_later_use_is_refused():
         engine.poll(0)
 
 
+def test_a_library_that_crashes_at_the_end_of_the_interpreter_is_not_seen(capfd):
+    with supervise({TOKENIZER: "CrashesAtExit"}) as engine:
+        engine.send(TOKENIZER, Item(number=1))
+        assert collect(engine, 1) == [Item(number=1)]
+    with pytest.raises(ConfigError, match=r"toy\.size=3"):
+        supervise({TOKENIZER: "RefusesSettingsAndCrashesAtExit"}).start()
+    assert capfd.readouterr().err == ""
+
+
 def test_use_before_the_start_is_refused():
     with pytest.raises(EngineDead, match="not started"):
         supervise({TOKENIZER: "Echo"}).send(TOKENIZER, Item(number=1))

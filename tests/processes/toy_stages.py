@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -144,6 +146,19 @@ class CrashesInSetup(Relay):
 
 class RefusesSettings(Relay):
     def setup(self) -> None:
+        raise ConfigError("toy.size=3: expected an even number; change it to 2 or 4")
+
+
+class CrashesAtExit(Echo):
+    """Holds a library that does not survive the end of the interpreter."""
+
+    def setup(self) -> None:
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+
+
+class RefusesSettingsAndCrashesAtExit(CrashesAtExit):
+    def setup(self) -> None:
+        super().setup()
         raise ConfigError("toy.size=3: expected an even number; change it to 2 or 4")
 
 
