@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.messages import ChatTurn, Message, RequestFailed, RequestFinished, TextBlock
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 LARGEST_MESSAGE_BYTES = 1 << 26
 """Of one frame from a client: far above any prompt. A connection that sends more is closed."""
 

@@ -9,6 +9,17 @@ from pipeline.messages import ChatTurn, RequestMetrics, TextBlock, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """What the model's own law, before all options, says of a token."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    decoded_token: str
+    """Its text by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One answer to a prompt."""
 
@@ -31,9 +42,18 @@ class CompletionOutput:
         return [token_id for block in self.blocks for token_id in block.token_ids]
 
     @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """One entry a token, for a request that asks for them; else none."""
-        return [entry for block in self.blocks for entry in block.logprobs or []]
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token itself and the likeliest ones, by id; None for a request that asks for none."""
+        if all(block.logprobs is None for block in self.blocks):
+            return None
+        return [_by_id(entry) for block in self.blocks for entry in block.logprobs or []]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all tokens together; None for a request that asks for no `logprobs`."""
+        if all(block.logprobs is None for block in self.blocks):
+            return None
+        return sum(entry.logprob for block in self.blocks for entry in block.logprobs or [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +78,18 @@ class RequestOutput:
     def metrics(self) -> RequestMetrics:
         """Those of the first answer."""
         return self.outputs[0].metrics
+
+
+def _by_id(entry: TokenLogprobs) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest ones, best first."""
+    chosen = Logprob(logprob=entry.logprob, rank=entry.rank, decoded_token=entry.token)
+    top = zip(entry.top_token_ids, entry.top_logprobs, entry.top_tokens, strict=True)
+    others = {
+        token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        for rank, (token_id, logprob, text) in enumerate(top, start=1)
+        if token_id != entry.token_id
+    }
+    return {entry.token_id: chosen, **others}
 
 
 class PartialResults(RequestError):

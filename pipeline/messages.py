@@ -143,6 +143,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_token_ids: list[int]
     """The likeliest tokens, best first, `Sampling.logprobs` of them."""
     top_logprobs: list[float]
+    token: str = ""
+    """The text of the token by itself, where that is U+FFFD for a part of a character, and a special token is
+    spelled out. The detokenizer fills it in, as it does `top_tokens`."""
+    top_tokens: list[str] = []
 
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

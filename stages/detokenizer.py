@@ -26,6 +26,7 @@ from pipeline.messages import (
     RequestMetrics,
     StageName,
     TextBlock,
+    TokenLogprobs,
 )
 from pipeline.stage import Outbox, Stage, StageContext
 from stages.incremental_text import IncrementalText, TextDecoder
@@ -99,7 +100,7 @@ class DetokenizerStage(Stage):
                 text=text,
                 token_ids=message.token_ids,
                 source=message.source,
-                logprobs=message.logprobs,
+                logprobs=message.logprobs and [self._with_texts(entry) for entry in message.logprobs],
             )
             self._outbox.send(StageName.FRONTEND, block)
         if message.finish_reason is not None and message.metrics is not None:
@@ -125,6 +126,14 @@ class DetokenizerStage(Stage):
             )
         request.last_round = message.round_id
         return request
+
+    def _with_texts(self, entry: TokenLogprobs) -> TokenLogprobs:
+        assert self._decoder is not None, "setup comes before the first message"
+        return msgspec.structs.replace(
+            entry,
+            token=self._decoder.text_alone(entry.token_id),
+            top_tokens=[self._decoder.text_alone(token_id) for token_id in entry.top_token_ids],
+        )
 
     @staticmethod
     def _decode(request: _OpenRequest, message: Committed) -> str:

@@ -45,6 +45,11 @@ class TextDecoder:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def text_alone(self, token_id: int) -> str:
+        """The text of one token by itself, a special one spelled out."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
     def has_text(self, token_id: int) -> bool:
         """Whether the id is decoded at all: special tokens are not, nor are the ids of padded rows."""
         token = self._tokenizer.id_to_token(token_id)

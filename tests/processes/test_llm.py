@@ -113,6 +113,27 @@ def test_token_ids_get_the_answer_of_the_text_that_they_encode(llm: LLM, tiny: T
     assert [output is None for output in caught.value.outputs] == [False, True, False]
 
 
+def test_log_probabilities_have_vllms_shape(llm: LLM, tiny: TinyFolder) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=2, echo=True)
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids) == 8
+    for token_id, by_id in zip(answer.token_ids, answer.logprobs, strict=True):
+        own = by_id[token_id]
+        assert next(iter(by_id)) == token_id
+        assert len(by_id) == (2 if own.rank <= 2 else 3)
+        assert sorted(entry.rank for entry in by_id.values()) == sorted({1, 2, own.rank})
+        assert all(
+            entry.decoded_token == tiny.tokenizer.decode([other], skip_special_tokens=False)
+            for other, entry in by_id.items()
+        )
+    total = sum(by_id[t].logprob for t, by_id in zip(answer.token_ids, answer.logprobs, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(total)
+    (without,) = llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
+
+
 def test_one_conversation_or_several(llm: LLM) -> None:
     chat = [{"role": "user", "content": "hello"}]
     params = SamplingParams(max_tokens=5, temperature=0)

@@ -150,7 +150,15 @@ def test_a_read_only_folder_is_refused(tmp_path):
 
 
 def test_log_probabilities_are_written_where_they_were_asked_for(tmp_path):
-    entry = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top_token_ids=[7, 2], top_logprobs=[-0.5, -2.0])
+    entry = TokenLogprobs(
+        token_id=7,
+        logprob=-0.5,
+        rank=1,
+        top_token_ids=[7, 2],
+        top_logprobs=[-0.5, -2.0],
+        token="a",
+        top_tokens=["a", "b"],
+    )
     row = PromptRow(index=0, turns=("a",), is_conversation=False, origin="prompt", options={"logprobs": 2})
     request = RequestQueue([row], RunConfig(seed=9), use_chat=False).take()
     block = TextBlock(request_id="0", text="", token_ids=[7], source=None, logprobs=[entry])
@@ -158,5 +166,13 @@ def test_log_probabilities_are_written_where_they_were_asked_for(tmp_path):
         writer.write_answer(request, finished(), [block])
     (written,) = lines_of(tmp_path / "answers.jsonl")
     assert written["logprobs"] == [
-        {"token_id": 7, "logprob": -0.5, "rank": 1, "top_token_ids": [7, 2], "top_logprobs": [-0.5, -2.0]}
+        {
+            "token_id": 7,
+            "logprob": -0.5,
+            "rank": 1,
+            "top_token_ids": [7, 2],
+            "top_logprobs": [-0.5, -2.0],
+            "token": "a",
+            "top_tokens": ["a", "b"],
+        }
     ]

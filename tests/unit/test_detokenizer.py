@@ -216,7 +216,13 @@ def test_a_text_that_begins_twice_is_refused(stage, outbox):
         stage.handle(BeginText(request_id="0", stop=["x"], prompt_text=None))
 
 
-def test_log_probabilities_pass_through(stage, outbox):
-    entry = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top_token_ids=[7], top_logprobs=[-0.5])
-    stage.handle(msgspec.structs.replace(committed("0", 0, [7]), logprobs=[entry]))
-    assert outbox[0].logprobs == [entry]
+def test_log_probabilities_get_the_texts_of_their_tokens(stage, tokenizer, outbox):
+    (hello,), (first, *_) = tokenizer.encode(" hello").ids, tokenizer.encode("Ж").ids
+    entry = TokenLogprobs(
+        token_id=hello, logprob=-0.5, rank=1, top_token_ids=[hello, 0], top_logprobs=[-0.5, -2]
+    )
+    part = TokenLogprobs(token_id=first, logprob=-0.5, rank=1, top_token_ids=[], top_logprobs=[])
+    stage.handle(msgspec.structs.replace(committed("0", 0, [hello, first]), logprobs=[entry, part]))
+    given = outbox[0].logprobs
+    assert [(e.token, e.top_tokens) for e in given] == [(" hello", [" hello", "<|bos|>"]), ("\ufffd", [])]
+    assert [msgspec.structs.replace(e, token="", top_tokens=[]) for e in given] == [entry, part]
