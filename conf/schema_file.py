@@ -8,6 +8,7 @@ Knows no particular schema, and nothing about which values go together.
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,8 @@ from conf.errors import ConfigError, shown
 from conf.keys import keys_of
 
 SchemaT = TypeVar("SchemaT")
+_ONE_COMPOSITION = threading.Lock()
+"""Hydra composes in globals, and a program may make two engines in two threads."""
 
 
 def parse_arguments(arguments: Sequence[str], *, example: str) -> dict[str, str]:
@@ -74,18 +77,19 @@ def compose_schema(
     plain = {key: value for key, value in given.items() if key not in verbatim}
     # Both names are Hydra's globals: the store only has to hold the schema of the composition that follows,
     # and a program that uses Hydra itself must get its own state back.
-    ConfigStore.instance().store(name="schema", node=schema)
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            composed = hydra.compose(file, [f"{key}={value}" for key, value in plain.items()])
-        config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        # Hydra leaves to Python what is too long a number or too deep a list.
-        raise _in_our_words(error, schema, plain) from None
-    finally:
-        GlobalHydra.instance().hydra = outer
+    with _ONE_COMPOSITION:
+        ConfigStore.instance().store(name="schema", node=schema)
+        outer = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+                composed = hydra.compose(file, [f"{key}={value}" for key, value in plain.items()])
+            config = OmegaConf.to_object(composed)
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            # Hydra leaves to Python what is too long a number or too deep a list.
+            raise _in_our_words(error, schema, plain) from None
+        finally:
+            GlobalHydra.instance().hydra = outer
     assert isinstance(config, schema)
     for key in verbatim:
         if key in given:

@@ -1,5 +1,6 @@
 """Composition over any schema: what every command shares."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_a_wrong_value_is_one_short_error_with_key_and_expectation(
     assert str(caught.value).startswith(f"{key}={value[:20]}")
     assert str(caught.value).endswith(f"expected {expected}")
     assert len(str(caught.value)) < 200
+
+
+def test_threads_compose_at_once(folder: Path) -> None:
+    def composed(number: int) -> Settings:
+        return compose_schema(Settings, folder=folder, file="own", given={"size": str(number)})
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [settings.size for settings in pool.map(composed, range(40))] == list(range(40))
 
 
 def test_unknown_keys_and_doubles_are_refused() -> None:
