@@ -15,6 +15,7 @@ from pipeline.messages import Sampling
 from stages.model.shape import parse_shape
 from stages.model.weights import load_model
 from stages.vocabulary import load_tokenizer
+from tests.plain_options import plain_answer
 from tests.tiny import EOS, PlainDecoder
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level
 from tests.unit.test_draft_folder import named_tensors
@@ -44,6 +45,28 @@ class TinyFolder:
     def expected_after(self, token_ids: list[int], sampling: Sampling) -> list[int]:
         """Output tokens after a prompt of token ids."""
         return self._decoder.generate(token_ids, sampling)
+
+    def answer(self, prompt: str, sampling: Sampling) -> tuple[list[int], str]:
+        """Output tokens after a raw prompt, and the text of the answer, with every option but grammars."""
+        raw = Sampling(max_tokens=1, seed=0)
+        plain = plain_answer(
+            lambda tokens: self._decoder.law(tokens, raw)[0],
+            self.tokenizer.encode(prompt).ids,
+            sampling,
+            eos=EOS,
+            decode=self._decode,
+        )
+        is_cut = plain.finish_reason == "stop"
+        if isinstance(plain.stop_reason, str):
+            whole = self._decode(plain.token_ids)
+            text = whole[: whole.rindex(plain.stop_reason)]
+        else:
+            text = self._decode(plain.token_ids[:-1] if is_cut else plain.token_ids)
+        return plain.token_ids, prompt + text if sampling.echo else text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def text(self, token_ids: list[int]) -> str:
         """One-shot text of output tokens; one that ends the sequence has none."""

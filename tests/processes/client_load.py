@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.client import Client
@@ -36,7 +38,10 @@ class Question:
     text: str
 
     def options(self) -> dict[str, object]:
-        return {name: getattr(self.sampling, name) for name in ("max_tokens", "temperature", "seed", "top_p")}
+        """What is not as the engine has it."""
+        given = msgspec.structs.asdict(self.sampling)
+        defaults = msgspec.structs.asdict(Sampling(max_tokens=128, seed=-1))
+        return {name: value for name, value in given.items() if value != defaults[name]}
 
 
 def tree_of(pid: int) -> list[int]:
@@ -74,7 +79,15 @@ class Asker:
         self._random = random.Random(seed)
 
     def ask(self, number: int) -> None:
-        kinds = {"answer": 6, "blocks": 3, "leave": 2, "cancel": 2, "too_long": 1, "bad_option": 1}
+        kinds = {
+            "answer": 6,
+            "blocks": 3,
+            "leave": 2,
+            "cancel": 2,
+            "grammar": 1,
+            "too_long": 1,
+            "bad_option": 1,
+        }
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
         self.kinds[kind] += 1
         getattr(self, kind)(self._random.choice(self._questions), f"id-{number}")
@@ -84,6 +97,8 @@ class Asker:
         assert answer.token_ids == question.token_ids
         assert answer.text == question.text
         assert answer.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        logged = [] if question.sampling.logprobs is None else question.token_ids
+        assert [entry.token_id for entry in answer.logprobs] == logged
 
     def blocks(self, question: Question, name: str) -> None:
         with self._client.stream(question.prompt, request_id=name, **question.options()) as stream:
@@ -109,6 +124,14 @@ class Asker:
         answer, known = stream.answer, question.token_ids
         length = min(len(known), len(answer.token_ids))
         assert answer.token_ids[:length] == known[:length]
+
+    def grammar(self, question: Question, name: str) -> None:
+        regex = "[0-9]{2,4}(a|b)?"
+        options = {"max_tokens": 20, "temperature": 1.0, "seed": question.sampling.seed}
+        answer = self._client.generate(
+            question.prompt, request_id=name, structured_outputs={"regex": regex}, **options
+        )
+        assert re.fullmatch(regex, answer.text)
 
     def too_long(self, question: Question, name: str) -> None:
         with pytest.raises(RequestError, match=f"the context holds {self._max_context}"):

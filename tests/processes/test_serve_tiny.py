@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.client import Client
@@ -17,6 +18,15 @@ from tests.processes.serving import START_S, ServingProcess
 from tests.tiny_folder import TinyFolder, save_tiny_folder
 
 PROMPTS = ["hello world", "The quick brown fox", "def add(a, b):", "東京と大阪", "naïve café 🌵", "a"]
+OPTIONS = [
+    {},
+    {"presence_penalty": 1.2, "frequency_penalty": 0.4, "repetition_penalty": 1.3, "max_tokens": 16},
+    {"logit_bias": {70: 6.0, 80: 5.0, 5: -100.0}, "stop_token_ids": [70], "min_tokens": 3, "max_tokens": 10},
+    {"min_p": 0.05, "top_k": 20, "echo": True},
+    {"logprobs": 2},
+    {"ignore_eos": True, "repetition_penalty": 0.8, "logprobs": 0, "presence_penalty": -0.5},
+    {},
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +51,19 @@ def serve(tiny: TinyFolder, listen: str, *arguments: str) -> ServingProcess:
 @pytest.fixture(scope="module")
 def questions(tiny: TinyFolder) -> list[Question]:
     found = []
-    for seed, prompt in enumerate(PROMPTS * 4):
+    for seed, prompt in enumerate(PROMPTS * 5):
         sampling = Sampling(
-            max_tokens=1 + seed % 7,
+            max_tokens=1 + seed % 13,
             temperature=[0.0, 0.7, 1.0][seed % 3],
             top_p=[1.0, 0.9][seed % 2],
             seed=seed,
         )
-        token_ids = tiny.expected(prompt, sampling)
-        found.append(Question(prompt, sampling, token_ids, tiny.text(token_ids)))
+        sampling = msgspec.structs.replace(sampling, **OPTIONS[seed % len(OPTIONS)])
+        token_ids, text = tiny.answer(prompt, sampling)
+        if seed % 4 == 3 and len(text) > 4:  # an end that most answers have somewhere, maybe between blocks
+            sampling = msgspec.structs.replace(sampling, stop=[text[-3:], "never"])
+            token_ids, text = tiny.answer(prompt, sampling)
+        found.append(Question(prompt, sampling, token_ids, text))
     return found
 
 
@@ -57,7 +71,7 @@ def test_a_thousand_mixed_requests_of_sixteen_clients(
     tiny: TinyFolder, questions: list[Question], tmp_path: Path
 ) -> None:
     with serve(tiny, f"ipc://{tmp_path}/s", "max_requests=4") as serving:
-        check_thousand(serving, questions, num_requests=30, max_context=96)
+        check_thousand(serving, questions, num_requests=32, max_context=96)
     assert list(tmp_path.iterdir()) == []
 
 
