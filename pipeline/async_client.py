@@ -47,6 +47,8 @@ class Answer:
     """With it, the same request gives the same answer again."""
     num_prompt_tokens: int | None
     """None for a request that was cancelled before it started, as is `metrics`."""
+    prompt_token_ids: list[int]
+    """What the model read before the output."""
     metrics: RequestMetrics | None
 
     @property
@@ -375,6 +377,7 @@ class AsyncStream:
             stop_reason=end.stop_reason if end else None,
             seed=self._seed,
             num_prompt_tokens=end.num_prompt_tokens if end else None,
+            prompt_token_ids=end.prompt_token_ids if end else [],
             metrics=end.metrics if end else None,
         )
 

@@ -155,7 +155,7 @@ def _output(jobs: Sequence[Job]) -> RequestOutput | None:
     return RequestOutput(
         request_id=first.prompt_id,
         prompt=first.prompt.chat if first.prompt.prompt is None else first.prompt.prompt,
-        prompt_token_ids=first.prompt.prompt_token_ids,
+        prompt_token_ids=finished.prompt_token_ids,
         outputs=completions,
         num_prompt_tokens=finished.num_prompt_tokens,
     )

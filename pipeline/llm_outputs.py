@@ -63,8 +63,8 @@ class RequestOutput:
     request_id: str
     prompt: str | list[ChatTurn] | None
     """None where token ids were given."""
-    prompt_token_ids: list[int] | None
-    """The token ids, where they were given."""
+    prompt_token_ids: list[int]
+    """What the model read: the ids that were given, or those of the text with special tokens and template."""
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     finished: bool = True

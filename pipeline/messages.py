@@ -464,6 +464,8 @@ class Committed(Message, frozen=True, kw_only=True):
     """Characters that a stop string takes off the end of the text, itself included."""
     failure: str | None = None
     """Why the request fails here, which then has neither tokens nor a finish reason."""
+    prompt_token_ids: list[int] = []
+    """With the end of a request: what the model read before the output."""
 
 
 # --- to the frontend ----------------------------------------------------------------------------------
@@ -506,6 +508,8 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     """The stop string or the id out of `Sampling.stop_token_ids` that ended the request, if one did."""
     num_echo_characters: int = 0
     """How much of `text` is the echoed prompt."""
+    prompt_token_ids: list[int] = []
+    """What the model read before the output, `num_prompt_tokens` of them."""
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):

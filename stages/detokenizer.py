@@ -162,6 +162,7 @@ class DetokenizerStage(Stage):
             metrics=metrics,
             stop_reason=message.stop_reason,
             num_echo_characters=request.num_echo_characters,
+            prompt_token_ids=message.prompt_token_ids,
         )
         self._outbox.send(StageName.FRONTEND, finished)
 

@@ -100,7 +100,8 @@ class FakeEngine:
         else:
             for number, word in enumerate(rest.split(" ")):
                 self._block(request_id, word if number == 0 else " " + word, number)
-            self._news.append(finished(request_id, rest))
+            read = prompt_token_ids or (1, 2, 3, 4, 5)
+            self._news.append(finished(request_id, rest, prompt_token_ids=read))
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -1,5 +1,7 @@
 """Messages as the frontend gets them, with made-up figures."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pipeline.messages import FinishReason, PlanFigures, RequestFinished, RequestMetrics
@@ -70,13 +72,15 @@ def finished(
     metrics: RequestMetrics = METRICS,
     num_output_tokens: int = 31,
     finish_reason: FinishReason = FinishReason.LENGTH,
+    prompt_token_ids: Sequence[int] = (1, 2, 3, 4, 5),
 ) -> RequestFinished:
     """The end of a request."""
     return RequestFinished(
         request_id=request_id,
         finish_reason=finish_reason,
         text=text,
-        num_prompt_tokens=5,
+        num_prompt_tokens=len(prompt_token_ids),
         num_output_tokens=num_output_tokens,
         metrics=metrics,
+        prompt_token_ids=list(prompt_token_ids),
     )

@@ -486,6 +486,9 @@ class TargetVerifier(Stage):
             metrics=None if finish_reason is None else sequence.clock.metrics(),
             stop_reason=ending.stop_reason,
             num_cut_characters=ending.num_cut_characters,
+            prompt_token_ids=[]
+            if finish_reason is None
+            else sequence.token_ids[: sequence.num_prompt_tokens],
         )
         self._held.append((StageName.DETOKENIZER, committed))
         if finish_reason is not None or sequence.round_id == 0:

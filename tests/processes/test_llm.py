@@ -95,7 +95,7 @@ def test_token_ids_get_the_answer_of_the_text_that_they_encode(llm: LLM, tiny: T
         from_ids, from_text = mixed[2 * number : 2 * number + 2]
         assert from_ids.outputs[0].token_ids == from_text.outputs[0].token_ids == expected
         assert (from_ids.prompt, from_ids.prompt_token_ids) == (None, encoded[number])
-        assert (from_text.prompt, from_text.prompt_token_ids) == (PROMPTS[number], None)
+        assert (from_text.prompt, from_text.prompt_token_ids) == (PROMPTS[number], encoded[number])
         assert from_ids.num_prompt_tokens == len(encoded[number])
     # What no text encodes to: special tokens, and one of them last.
     odd = [0, 1, 5, 5, 2, 0]

@@ -90,6 +90,7 @@ def check_options(client: Client, tiny: TinyFolder) -> None:
     from_ids = client.generate({"prompt_token_ids": token_ids}, max_tokens=12, temperature=1.0, seed=3)
     assert from_ids.token_ids == plain.token_ids
     assert from_ids.num_prompt_tokens == len(token_ids)
+    assert from_ids.prompt_token_ids == plain.prompt_token_ids == token_ids
     with pytest.raises(RequestError, match=r"expected a token id of the model's tokenizer, .* got 1000"):
         client.generate({"prompt_token_ids": [1000]})
     stop = plain.text[4:6]

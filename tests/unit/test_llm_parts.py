@@ -210,7 +210,7 @@ def test_texts_and_token_ids_may_be_mixed_and_bad_ids_do_not_cost_the_others():
     outputs = outputs_of(jobs)
     assert [output.outputs[0].text for output in outputs] == ["one", "7 8", "three", "9"]
     assert [output.prompt for output in outputs] == ["say one", None, "say three", None]
-    assert [output.prompt_token_ids for output in outputs] == [None, [7, 8], None, [9]]
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5], [9]]
     assert engine.token_ids == {"1": None, "2": [7, 8], "3": None, "4": [9]}
 
 
