@@ -73,6 +73,15 @@ def turns_of(chat: Sequence[ChatTurn | Mapping[str, str]]) -> list[ChatTurn]:
     return turns
 
 
+def check_length(token_ids: object, *, max_context: int) -> None:
+    """Raise `RequestError` for more token ids than a context holds, whatever else they are."""
+    if isinstance(token_ids, Sequence) and len(token_ids) >= max_context:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but the context holds {max_context} and needs "
+            "room for at least one more; shorten the prompt or raise model.max_context"
+        )
+
+
 def check_prompt(
     *, prompt: str | None, chat: Sequence[ChatTurn] | None, prompt_token_ids: object = None
 ) -> None:

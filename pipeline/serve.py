@@ -39,7 +39,7 @@ from pipeline.client_messages import (
 )
 from pipeline.client_options import resolve_options
 from pipeline.errors import EngineDead, RequestError
-from pipeline.given_prompt import check_prompt
+from pipeline.given_prompt import check_length, check_prompt
 from pipeline.interrupts import Interrupts
 from pipeline.listen_address import BoundAddress, ListenAddress
 from pipeline.log import WarnOnce, get_logger
@@ -213,6 +213,8 @@ class Server:
                 raise RequestError(
                     f"{_MOST_WAITING} requests of this client wait already; await some answers"
                 )
+            # Before anything that takes its time for each id: everybody else waits meanwhile.
+            check_length(message.prompt_token_ids, max_context=self._config.model.max_context)
             check_prompt(prompt=message.prompt, chat=message.chat, prompt_token_ids=message.prompt_token_ids)
             sampling = resolve_options(message.options, self._config)
         except RequestError as error:

@@ -5,8 +5,9 @@ goes through the model's chat template, which writes its own. Text that spells a
 `<|im_end|>`, becomes that token in both, exactly as transformers has it: prompts are trusted. Token ids pass
 through as they stand, if the tokenizer has them.
 
-It knows nothing of models, sampling or lengths: whether a prompt is too long is for the verifier to say. A
-grammar that cannot be compiled is refused here, before the target sees it.
+It knows nothing of models and sampling. A grammar that cannot be compiled is refused here, before the target
+sees it, and so is a prompt that is longer than the configured context: to encode megabytes of text would keep
+other requests waiting, and to send its tokens the target. The model's own limit is for the verifier to say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 from conf.schema import RunConfig
 from pipeline.errors import ConfigError, RequestError
-from pipeline.given_prompt import check_prompt, checked_token_ids
+from pipeline.given_prompt import check_length, check_prompt, checked_token_ids
 from pipeline.messages import (
     CancelRequest,
     ChatTurn,
@@ -34,14 +35,20 @@ from stages.chat_template import ChatTemplate
 from stages.grammar import GrammarChecker
 from stages.vocabulary import load_tokenizer
 
+_USUAL_TOKEN = 16
+"""Characters: texts that are no longer than contexts of such tokens are encoded without a further look."""
+_MOST_NORMALISED = 4
+"""Characters of a text that a normaliser may make one of, as NFC composes letters and accents."""
+
 
 class TokenizerStage(Stage):
     """Turns `SubmitRequest` into `TokenizedRequest`, or into `RequestFailed` for the frontend."""
 
     accepts = TokenizerMessage
 
-    def __init__(self, *, outbox: Outbox, folder: Path) -> None:
-        """folder: local folder of the target model."""
+    def __init__(self, *, outbox: Outbox, folder: Path, max_context: int) -> None:
+        """folder: local folder of the target model. max_context: tokens of prompt and output, at most."""
+        self._max_context = max_context
         self._outbox = outbox
         self._folder = folder
         self._grammars = GrammarChecker(folder)
@@ -80,16 +87,19 @@ class TokenizerStage(Stage):
         )
         self._outbox.send(StageName.VERIFIER, tokenized)
 
-    @staticmethod
-    def _encode(encoder: PromptEncoder, request: SubmitRequest) -> tuple[list[int], str | None]:
+    def _encode(self, encoder: PromptEncoder, request: SubmitRequest) -> tuple[list[int], str | None]:
         """The prompt's token ids, and its text where that shall be echoed. Raises `RequestError`."""
         given, has_echo = request.prompt_token_ids, request.sampling.echo
+        check_length(given, max_context=self._max_context)
         check_prompt(prompt=request.prompt, chat=request.chat, prompt_token_ids=given)
         if given is not None:
             encoder.check_token_ids(given)
             return given, encoder.decode(given) if has_echo else None
         text = encoder.text_of_request(prompt=request.prompt, chat=request.chat)
-        return encoder.encode_text(text, is_chat=request.chat is not None), text if has_echo else None
+        encoder.check_text_length(text, max_context=self._max_context)
+        token_ids = encoder.encode_text(text, is_chat=request.chat is not None)
+        check_length(token_ids, max_context=self._max_context)
+        return token_ids, text if has_echo else None
 
 
 class PromptEncoder:
@@ -113,6 +123,17 @@ class PromptEncoder:
         # The count is known at once; the highest id, above it where ids have gaps, takes a while to find.
         if max(token_ids) >= self._tokenizer.get_vocab_size(with_added_tokens=True):
             checked_token_ids(token_ids, vocab_size=self._vocab_size)
+
+    def check_text_length(self, text: str, *, max_context: int) -> None:
+        """Raise `RequestError` for a text that cannot but have more tokens than the context holds."""
+        if len(text) <= max_context * _USUAL_TOKEN:
+            return  # the longest token takes a while to find
+        most = max_context * max(self._longest_token, _USUAL_TOKEN) * _MOST_NORMALISED
+        if len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, but the context holds {max_context} tokens, and the "
+                f"longest has {self._longest_token}; shorten the prompt or raise model.max_context"
+            )
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a prompt's token ids, special tokens spelled out as in the text of a conversation."""
@@ -150,6 +171,11 @@ class PromptEncoder:
         return token_ids
 
     @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
+
+    @cached_property
     def _vocab_size(self) -> int:
         """One more than the tokenizer's highest id."""
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -168,4 +194,6 @@ def build(context: StageContext) -> TokenizerStage:
     config = msgspec.msgpack.decode(context.settings, type=RunConfig)
     if config.model.path is None:
         raise ConfigError("model.path: expected the local folder of the resolved model, got none")
-    return TokenizerStage(outbox=context.outbox, folder=Path(config.model.path))
+    return TokenizerStage(
+        outbox=context.outbox, folder=Path(config.model.path), max_context=config.model.max_context
+    )

@@ -121,6 +121,7 @@ def test_token_ids_and_texts_in_dicts_reach_the_engine_as_they_stand(client, ser
         ),
         ({"prompt_token_ids": [1, True]}, {}, "prompt_token_ids[1]: expected a whole number, got True"),
         ({"prompt_token_ids": []}, {}, "expected at least one token id"),
+        ({"prompt_token_ids": [1] * 9000}, {}, "has 9000 tokens, but the context holds 8192"),
         ("fail the prompt is too long", {}, "the prompt is too long"),
     ],
 )

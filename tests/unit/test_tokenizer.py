@@ -73,9 +73,9 @@ def submit(**source):
     return SubmitRequest(request_id="0", sampling=Sampling(max_tokens=4, seed=1), submitted_ns=5, **source)
 
 
-def stage_for(folder):
+def stage_for(folder, *, max_context=500):
     outbox = Sent()
-    stage = TokenizerStage(outbox=outbox, folder=folder)
+    stage = TokenizerStage(outbox=outbox, folder=folder, max_context=max_context)
     stage.setup()
     return stage, outbox
 
@@ -333,3 +333,23 @@ def test_an_echoed_prompt_is_the_text_that_was_encoded(chat_folder):
     stage.handle(submit(prompt=" hi"))
     texts = [message.prompt_text for _, message in outbox]
     assert texts == [" hi", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", None]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_here_and_a_hopeless_one_is_not_even_encoded(
+    tmp_path, monkeypatch
+):
+    stage, outbox = stage_for(save_model_folder(tmp_path, byte_level()), max_context=10)
+    for number_of_tokens, source in enumerate(({"prompt": "x" * 9}, {"prompt_token_ids": [7] * 9})):
+        stage.handle(submit(**source))
+        assert isinstance(outbox[number_of_tokens][1], TokenizedRequest)
+    for source in ({"prompt": "x" * 10}, {"prompt_token_ids": [7] * 10}):
+        stage.handle(submit(**source))
+        assert outbox[-1][0] is StageName.FRONTEND
+        assert "the prompt has 10 tokens, but the context holds 10 and needs room" in outbox[-1][1].reason
+    monkeypatch.setattr(PromptEncoder, "encode_text", lambda self, text, *, is_chat: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stage.handle(submit(prompt="x" * 600))
+    stage.handle(submit(prompt="x" * 2000))
+    reason = outbox[-1][1].reason
+    assert "the prompt has 2000 characters, but the context holds 10 tokens, and the longest has" in reason
+    assert outbox[-1][0] is StageName.FRONTEND
