@@ -63,7 +63,8 @@ class Answer:
 
 
 class AsyncClient:
-    """A client for asyncio; one loop uses it. Requests may run side by side."""
+    """A client for asyncio; one loop uses it at a time, and the next connects anew. Requests may run side by
+    side."""
 
     def __init__(
         self, address: str, *, timeout_s: float | None = None, connect_timeout_s: float = 30.0
@@ -85,6 +86,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._connection: Connection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The one that connected last."""
         self._is_closed = False
         self._connecting = asyncio.Lock()
         # Not held here, so that a stream that its program drops ends its request.
@@ -188,7 +191,9 @@ class AsyncClient:
     # --- for the streams --------------------------------------------------------------------------------
 
     async def connected(self) -> Connection:
-        """The open connection, or a new one. Raises `EngineDead` once closed, and `EngineUnreachable`."""
+        """The open connection, or a new one. Raises `EngineDead` once closed, `EngineUnreachable`, and
+        `RequestError` while another loop runs with it."""
+        self._take_loop(asyncio.get_running_loop())
         async with self._connecting:
             self._check_open()
             if self._connection is not None:
@@ -205,6 +210,17 @@ class AsyncClient:
                 raise
             self._connection = connection
             return connection
+
+    def _take_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let this loop have the client. What is left of one that has ended would never wake anybody."""
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RequestError("this AsyncClient is used by another asyncio loop; make one for each loop")
+        self._fail_all("the asyncio loop that asked has ended")
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._loop, self._connecting = None, loop, asyncio.Lock()
 
     def _check_open(self) -> None:
         if self._is_closed:

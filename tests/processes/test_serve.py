@@ -233,6 +233,29 @@ def test_leaving_an_asynchronous_stream_with_break_cancels_its_request(server):
     assert server.engine.cancelled == ["1"]
 
 
+def test_an_asynchronous_client_goes_on_in_the_next_loop(server):
+    client = AsyncClient(server.address, timeout_s=10)
+
+    async def say(words):
+        answers = await asyncio.gather(*(client.generate(f"say {word}") for word in words))
+        return [answer.text for answer in answers]
+
+    async def begin():
+        stream = client.stream("hang")
+        await stream.start()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RequestError, match="make one for each loop"):
+            pool.submit(asyncio.run, say("x")).result()
+        return stream
+
+    assert asyncio.run(say("abc")) == ["a", "b", "c"]
+    left = asyncio.run(begin())
+    assert asyncio.run(say("de")) == ["d", "e"]
+    with pytest.raises(EngineDead, match="the asyncio loop that asked has ended"):
+        asyncio.run(anext(left))
+    wait_until(lambda: is_idle(server))
+    asyncio.run(client.close())
+
+
 def test_a_stream_may_be_closed_after_its_client(server):
     with Client(server.address) as client, client.stream("hang") as stream:
         next(stream)
