@@ -27,7 +27,8 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pipeline.async_client import CLOSED, Answer, AsyncClient, AsyncStream
+from pipeline.async_client import CLOSED, AsyncClient
+from pipeline.async_stream import Answer, AsyncStream
 from pipeline.client_messages import EngineStats
 from pipeline.errors import EngineDead
 from pipeline.given_prompt import Prompt

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 
 from conf.schema import RunConfig
+from pipeline.errors import RequestError, shown
 from pipeline.messages import Sampling
 from pipeline.sampling_options import sampling_of, with_options
 
@@ -28,3 +30,11 @@ def resolve_options(options: Mapping[str, object], config: RunConfig) -> Samplin
     """
     seed = secrets.randbits(_SEED_BITS) if config.seed is None else config.seed
     return with_options(sampling_of(config, seed=seed), without_defaults(options))
+
+
+def check_limit(name: str, limit_s: float | None) -> None:
+    """Raise `RequestError` for what is no limit."""
+    if limit_s is None:
+        return
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < math.inf:
+        raise RequestError(f"{name}={shown(repr(limit_s))}: expected a number of seconds above 0; correct it")
