@@ -347,7 +347,8 @@ class Server:
         for ticket in client.tickets.values():
             if ticket.number is not None:
                 self._running[ticket.number] = None
-                self._engine.cancel(ticket.number)
+                if not ticket.is_cancelled:
+                    self._engine.cancel(ticket.number)
         return list(client.tickets)
 
     def _tell_everybody(self, reason: str) -> None:

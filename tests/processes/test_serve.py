@@ -357,6 +357,8 @@ def test_a_cancel_that_is_repeated_reaches_the_stages_once(server):
             raw.send(encode(Cancel(request_id="mine")))
         wait_until(lambda: server.engine.cancelled)
         client.stats()  # the server goes on reading
+    with Client(server.address) as client:  # and finds the first client gone
+        wait_until(lambda: client.stats().num_clients == 0)
     assert server.engine.cancelled == ["1"]
 
 
