@@ -241,7 +241,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     least_chance: float
     """Nodes less likely to be accepted are not verified."""
     num_branches: int
-    """Outcomes that are prepared a round, at most."""
+    """Outcomes that are prepared a round, at most; 0 where that costs more than it saves."""
 
 
 class DraftLaws(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pipeline.messages import ProposalSource
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.growth import Anchor
+from stages.draft_speculator.measures import Way
 from stages.draft_speculator.ngram_draft import NgramIndex
 
 
@@ -62,8 +63,10 @@ class DraftRequest:
     """Of the nodes of the proposal that is with the target."""
     rest_left: int = 0
     """Rounds that the target goes on to run without a proposal."""
-    is_resting: bool = False
-    """Whether the round that the target runs has no proposal because speculation rests."""
+    way: Way | None = None
+    """Of the round that the target runs: PLAIN while speculation rests; None where it is of no single way."""
+    is_prepared: bool = False
+    """Whether the outcomes of that round were to be prepared."""
     due_ns: float = 0.0
     """When the outcome is expected."""
     submitted_ns: int = 0
@@ -76,6 +79,11 @@ class DraftRequest:
     """F at each depth of a proposal, as the predictor last announced it, for Saguaro sampling."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When the draft computed for this request since its last proposal, in ns."""
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the round that the target runs has no proposal because speculation rests."""
+        return self.way is Way.PLAIN
 
     def next_round(self) -> None:
         """The outcome is known: what was planned for the round before is over."""

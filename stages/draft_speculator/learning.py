@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.messages import Outcome
 from stages.draft_speculator.draft_request import DraftRequest
-from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.measures import Measures, Way
 
 
 def learn_acceptance(measures: Measures, request: DraftRequest, outcome: Outcome) -> None:
@@ -45,7 +45,7 @@ class RoundTally:
         self._num_requests = self._num_tokens = 0
         self._last_submitted_ns = 0
         self._due_ns = 0.0
-        self._is_resting: set[bool] = set()
+        self._ways: set[Way | None] = set()
 
     def add(self, request: DraftRequest, outcome: Outcome) -> None:
         """One outcome, before its request goes on to the next round."""
@@ -55,7 +55,7 @@ class RoundTally:
         self._last_submitted_ns = max(self._last_submitted_ns, request.submitted_ns)
         self._due_ns = max(self._due_ns, request.due_ns)
         if request.can_draft and not request.is_behind:
-            self._is_resting.add(request.is_resting)
+            self._ways.add(request.way)
 
     def end(self, outcome: Outcome) -> None:
         """The last outcome of the forward was added."""
@@ -65,14 +65,14 @@ class RoundTally:
         measures.num_active = self._num_requests
         if outcome.compute_ns > 0 and self._last_decided_ns:
             measures.target.add(outcome.num_rows, outcome.compute_ns)
-            if self._is_resting != {True}:
+            if self._ways != {Way.PLAIN}:
                 measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - self._last_submitted_ns)
                 measures.delays.add(outcome.decided_ns - self._due_ns)
             measures.add_round(
                 tokens=self._num_tokens / self._num_requests,
                 ns=outcome.decided_ns - self._last_decided_ns,
                 # A round in which some speculated and others could not says nothing about either.
-                is_plain=self._is_resting.pop() if len(self._is_resting) == 1 else None,
+                way=self._ways.pop() if len(self._ways) == 1 else None,
             )
         self._last_decided_ns = outcome.decided_ns
         self._clear()

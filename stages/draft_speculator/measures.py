@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 
@@ -79,17 +80,23 @@ class Rate:
         return self.tokens / self.ns if self.ns else 0.0
 
 
+class Way(Enum):
+    """How a round comes by its proposal."""
+
+    PLAIN = "it has none"
+    DRAFTED = "drafted after the outcome, as in linear speculation"
+    PREPARED = "outcomes were prepared while the target verified"
+
+
 class Pace:
     """How fast one request is served, in batches of about one size."""
 
     def __init__(self) -> None:
         self.all = Rate()
-        self.speculative = Rate(_SLOW_DECAY)
-        """In rounds with proposals, since the last trial began."""
-        self.plain = Rate(_SLOW_DECAY)
-        """In rounds without, since the last rest began."""
+        self.of_way = {way: Rate(_SLOW_DECAY) for way in Way}
+        """Since each was last begun to be measured anew."""
         self.plain_before = 0.0
-        """The rate of the rest before, until this one has lasted for long enough."""
+        """Plain decoding as it was measured before, until it has been for long enough this time."""
 
 
 class Measures:
@@ -140,27 +147,37 @@ class Measures:
         return self.price * self.target.slope_ns
 
     @property
-    def speculative_rate(self) -> float:
-        """Of one request in rounds with proposals, since the last trial began."""
-        return self._pace.speculative.value
-
-    @property
     def plain_rate(self) -> float:
         """Of one request in rounds without: as measured while resting, else what the target's times say."""
         pace = self._pace
-        if pace.plain.num_rounds >= _KNOWN_AFTER:
-            return pace.plain.value
+        plain = pace.of_way[Way.PLAIN]
+        if plain.num_rounds >= _KNOWN_AFTER:
+            return plain.value
         return pace.plain_before or 1 / self.target.predict_ns(self.num_active)
 
-    @property
-    def num_speculated(self) -> int:
-        """Rounds with proposals since the last trial began."""
-        return self._pace.speculative.num_rounds
+    def of_way(self, way: Way) -> Rate:
+        """Of one request in rounds of this way, since `measure_anew`."""
+        return self._pace.of_way[way]
 
-    @property
-    def num_rounds_remembered(self) -> float:
-        """How many of them `speculative_rate` is of; 0 before any."""
-        return self._pace.speculative.weight
+    def measure_anew(self, way: Way) -> None:
+        """Forget how fast it was."""
+        pace = self._pace
+        plain = pace.of_way[Way.PLAIN]
+        if way is Way.PLAIN and plain.num_rounds >= _KNOWN_AFTER:
+            pace.plain_before = plain.value
+        pace.of_way[way] = Rate(_SLOW_DECAY)
+
+    def promised_rate(self, depth: int, *, step_ns: float) -> float:
+        """What Theorem 7 promises one request with chains of the best depth up to this one.
+
+        step_ns: for which the target waits, a token of them.
+        """
+        batch, tokens, best = self.num_active, 1.0, 0.0
+        for level in range(1, depth + 1):
+            tokens += self.acceptance**level
+            ns = self.target.predict_ns(batch * (1 + level)) + level * step_ns
+            best = max(best, tokens / ns)
+        return best
 
     def verification_ns(self, rows: int) -> float:
         """From a proposal's sending to the target's choices."""
@@ -170,8 +187,8 @@ class Measures:
         """So long a proposal was under way, and waited for others of its batch."""
         self._turnaround_ns += _TURNAROUND_SHARE * (min(ns, _LONGEST_TURNAROUND_NS) - self._turnaround_ns)
 
-    def figures(self, *, num_branches: int) -> PlanFigures | None:
-        """For the metrics; None before `is_known`."""
+    def figures(self, *, way: Way, num_branches: int) -> PlanFigures | None:
+        """For the metrics; None before `is_known`. way: in which it speculates."""
         if not self.is_known:
             return None
         return PlanFigures(
@@ -181,32 +198,20 @@ class Measures:
             step_row_ms=self.step.slope_ns / 1e6,
             acceptance=self.acceptance,
             tokens_per_second=self.price * 1e9,
-            speculative_tokens_per_second=self.speculative_rate * 1e9,
+            speculative_tokens_per_second=self.of_way(way).value * 1e9,
             plain_tokens_per_second=self.plain_rate * 1e9,
             least_chance=self.price_of_row,
             num_branches=num_branches,
         )
 
-    def start_trial(self) -> None:
-        """Forget how fast speculation was."""
-        self._pace.speculative = Rate(_SLOW_DECAY)
-
-    def start_rest(self) -> None:
-        """Measure plain decoding anew."""
-        pace = self._pace
-        if pace.plain.num_rounds >= _KNOWN_AFTER:
-            pace.plain_before = pace.plain.value
-        pace.plain = Rate(_SLOW_DECAY)
-
-    def add_round(self, *, tokens: float, ns: float, is_plain: bool | None) -> None:
+    def add_round(self, *, tokens: float, ns: float, way: Way | None) -> None:
         """A round of the batch took `ns`, from decision to decision, and gave each request `tokens` tokens.
 
-        is_plain: whether it had no proposals; None: neither with them nor without them is it typical.
+        way: None where it was of no single one, and is typical of none.
         """
-        pace = self._pace
-        pace.all.add(tokens, ns)
-        if is_plain is not None:
-            (pace.plain if is_plain else pace.speculative).add(tokens, ns)
+        self._pace.all.add(tokens, ns)
+        if way is not None:
+            self.of_way(way).add(tokens, ns)
 
     def add_continuation(self, *, was_accepted: bool) -> None:
         """The target reached a node with children; it went on to one, or did not."""

@@ -6,8 +6,7 @@ The engine's own speed is the price of time: at R tokens a second each milliseco
 - while the target waits, the draft takes another step as long as what it wins exceeds R times its time;
 - branches are read in the steps that win most for their time, and none is begun that would keep the target
   waiting for longer than it is worth;
-- where speculation as a whole is slower than plain decoding, it rests, and tries again later; where it pays,
-  it rests now and then for as long as it takes to measure plain decoding anew.
+- whether to speculate at all, and whether outcomes are prepared, is decided by trying it (`trials`).
 
 A forward and a draft step serve all requests of a batch, and whoever makes the target wait makes all wait: so
 time is priced at the speed of all of them together, and steps are weighed for all that share them.
@@ -20,26 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pipeline.messages import PlanFigures
 from stages.draft_speculator.growth import Entry, Shape
-from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.ngram_draft import LookedUp
+from stages.draft_speculator.trials import Trials
 
-_FIRST_PROBE, _PROBE = 10, 6
-"""Rounds of speculation before it is judged: the first time, and after a rest."""
-_FIRST_REST, _LONGEST_REST = 8, 256
-_REST_BELOW = 0.98
-"""Of plain decoding's speed: what is a little slower is not worth a change."""
-_DOUBT = 0.4
-"""Of a round's tokens, their standard deviation: so far off, over the root of the rounds, a speed may be."""
-_HOPELESS = 0.85
-"""Of plain decoding's speed: the next rest is four times as long, and not only twice."""
-_SETTLED = 32
-"""Rounds of speculation after which it is held to pay; a look-up or two may have been lucky before."""
-_COMPARE_AFTER, _COMPARE_LATER = 64, 20.0
-"""Rounds of speculation before plain decoding is measured anew, and how much later for each time as fast."""
 _FEWEST_BRANCHES = 4
 
 
@@ -109,6 +95,10 @@ class Planner:
         """Outcomes to prepare in the coming round."""
         return self._budget
 
+    def prepares(self) -> bool:
+        """Whether outcomes of the coming round are prepared at all."""
+        return self._budget > 0
+
     def drafts_on(self) -> bool:
         """Whether steps are taken on a hit, too, while the target waits."""
         return False
@@ -131,10 +121,7 @@ class OnlinePlanner(Planner):
     def __init__(self, shape: Shape, measures: Measures, *, min_path_prob: float, budget: int) -> None:
         """shape and budget are the most that is ever used."""
         super().__init__(shape, measures, min_path_prob=min_path_prob, budget=budget)
-        self._trials: dict[int, _Trial] = {}
-        """By the class of batch sizes."""
-        self._resting = _Trial()
-        """The one whose rest began last."""
+        self._trials = Trials(measures, depth=shape.depth, can_prepare=budget > 0)
         self._branch_rows = 1.0
         """Mean rows of the branch steps, a request."""
 
@@ -161,7 +148,7 @@ class OnlinePlanner(Planner):
             if gain > best_gain:
                 best, best_gain = count, gain
         counts = _count_each(pool[:best], len(log_values))
-        if not self._is_on_trial:
+        if not self._trials.is_on_trial:
             return counts
         return [
             max(count, int(bool(values) and values[0] == 0.0))
@@ -194,7 +181,7 @@ class OnlinePlanner(Planner):
         measures = self.measures
         likeliest = sorted(range(len(entries)), key=lambda index: -entries[index].log_value)
         alone_ns = measures.target.predict_ns(other_rows + 1)
-        count, best_gain, won = min(int(self._is_on_trial), len(entries)), 0.0, 0.0
+        count, best_gain, won = min(int(self._trials.is_on_trial), len(entries)), 0.0, 0.0
         for rows, index in enumerate(likeliest, start=1):
             won += math.exp(entries[index].log_value)
             gain = won - measures.price * (measures.target.predict_ns(other_rows + 1 + rows) - alone_ns)
@@ -229,69 +216,22 @@ class OnlinePlanner(Planner):
         steps = verification_ns / measures.step.predict_ns(batch * rows) - 1
         return max(min(self._budget, round(steps * rows)), min(_FEWEST_BRANCHES, self._budget))
 
-    def figures(self) -> PlanFigures | None:
-        """The measures."""
-        return self.measures.figures(num_branches=self.num_branches())
-
-    @property
-    def _is_on_trial(self) -> bool:
-        return self.measures.num_speculated < self._trial.judge_after
-
-    @property
-    def _trial(self) -> _Trial:
-        return self._trials.setdefault(self.measures.batch_class, _Trial())
+    def prepares(self) -> bool:
+        """As was found to be faster."""
+        return self._trials.way is Way.PREPARED
 
     def rest_rounds(self) -> int:
-        """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before.
-
-        Plain decoding is measured in rests only, and a shared machine or a longer context makes old figures
-        wrong: where speculation pays, a short rest renews them, the more seldom the more it pays.
-        """
-        measures, trial = self.measures, self._trial
-        if trial.rest_left == 0:
-            trial.rest_left = self._judge(measures, trial)
-        self._resting = trial
-        return trial.rest_left
+        """0 where speculation pays or is on trial."""
+        return self._trials.rest_rounds()
 
     def goes_on_resting(self, rounds: int) -> None:
         """What is left when the last request ends is for the next."""
-        self._resting.rest_left = rounds
+        self._trials.goes_on_resting(rounds)
 
-    def _judge(self, measures: Measures, trial: _Trial) -> int:
-        """How long to rest now."""
-        if self._is_on_trial or not measures.is_known:
-            return 0
-        gain = measures.speculative_rate / measures.plain_rate
-        num_speculated = measures.num_speculated
-        if gain >= _REST_BELOW - _DOUBT / math.sqrt(measures.num_rounds_remembered):
-            if num_speculated >= _SETTLED and gain >= _REST_BELOW:
-                trial.next_rest = _FIRST_REST
-            wait = _COMPARE_AFTER * (1 + _COMPARE_LATER * max(gain - 1, 0.0))
-            if num_speculated - trial.compared_at < wait:
-                return 0
-            trial.compared_at = num_speculated
-            measures.start_rest()
-            return _FIRST_REST
-        rest = trial.next_rest
-        trial.next_rest = min(rest * (4 if gain < _HOPELESS else 2), _LONGEST_REST)
-        trial.judge_after, trial.compared_at = _PROBE, 0
-        measures.start_rest()
-        measures.start_trial()
-        return rest
-
-
-@dataclass(slots=True)
-class _Trial:
-    """How long speculation is tried before it is judged, and how long it rests if it does not pay.
-
-    compared_at: rounds of speculation, when plain decoding was last measured for comparison.
-    rest_left: rounds of a rest that are still to come.
-    """
-
-    judge_after: int = _FIRST_PROBE
-    next_rest: int = _FIRST_REST
-    compared_at: int = 0
-    rest_left: int = 0
+    def figures(self) -> PlanFigures | None:
+        """The measures."""
+        num_branches = self.num_branches() if self.prepares() else 0
+        return self.measures.figures(way=self._trials.way, num_branches=num_branches)
 
 
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:

@@ -45,7 +45,7 @@ from stages.draft_speculator.drawn_tokens import DrawnTokens
 from stages.draft_speculator.growth import Anchor, Entry, Shape, add_unread, find_unread, select
 from stages.draft_speculator.learning import RoundTally, learn_acceptance
 from stages.draft_speculator.load_source import load_source
-from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.ngram_draft import NgramIndex
 from stages.draft_speculator.planner import OnlinePlanner, Planner
 from stages.draft_speculator.proposal_writer import ProposalWriter
@@ -164,6 +164,7 @@ class DraftSpeculator(Stage):
             can_draft=can_draft,
             phase=Phase.IDLE,
             round_id=message.round_id,
+            is_prepared=self._planner.prepares(),
         )
         if self._num_look_up or self._backup is not Backup.sequential:
             request.text = NgramIndex()
@@ -218,8 +219,9 @@ class DraftSpeculator(Stage):
             return
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
+        unprepared = [request for request in requests if not request.is_prepared]
         for request in requests:
-            request.is_resting = False
+            self._choose_way(request)
             request.is_behind = len(request.tree.unread_committed()) > _MOST_BEHIND
             if request.is_behind:
                 self._answer_unprepared(request)
@@ -230,12 +232,21 @@ class DraftSpeculator(Stage):
         may_wait = self._may_wait(missed, has_hits=bool(hits))
         for request in missed:
             request.steps_left = self._shape.depth if may_wait else 0
+        if may_wait:
+            for request in unprepared:
+                request.source = ProposalSource.DRAFT  # nothing was to be found, so nothing was missed
         self._draft([*hits, *missed])
+
+    def _choose_way(self, request: DraftRequest) -> None:
+        """Of the coming round; one that follows a round of another way is of neither."""
+        way = Way.PREPARED if request.is_prepared else Way.DRAFTED
+        request.is_prepared = self._planner.prepares()
+        request.way = way if request.is_prepared is (way is Way.PREPARED) else None
 
     def _begin_rest(self, request: DraftRequest, rounds: int) -> None:
         """Propose nothing now, nor for so many rounds after this one."""
         request.rest_left = rounds
-        request.is_resting, request.is_behind = True, False
+        request.way, request.is_behind = Way.PLAIN, False
         request.source, request.ready_length = ProposalSource.DRAFT, 0
         self._propose(request, [], useful=0)
         self._rest(request, rounds)
@@ -336,7 +347,7 @@ class DraftSpeculator(Stage):
             self._reader.read_chunk(reading, size=self._config.placement.prefill_chunk)
             for request in reading:
                 if request.tree.is_read[request.tree.root]:
-                    can_prepare = self._has_cache and request.rest_left == 0
+                    can_prepare = request.is_prepared and request.rest_left == 0
                     request.phase = Phase.GLUING if can_prepare else Phase.IDLE
         return bool(reading)
 
@@ -432,7 +443,7 @@ class DraftSpeculator(Stage):
         self._outbox.send(StageName.VERIFIER, self._proposals.submit(request, entries, useful=useful))
         num_rows = sum(1 + len(r.tree.proposal) for r in self._requests.values())
         request.due_ns = request.submitted_ns + self._measures.verification_ns(num_rows)
-        can_prepare = self._has_cache and self._useful_depth(request, request.tree.committed_len + 1) > 0
+        can_prepare = request.is_prepared and self._useful_depth(request, request.tree.committed_len + 1) > 0
         request.phase = Phase.GLUING if can_prepare else Phase.IDLE
 
     def _candidates(self, request: DraftRequest) -> Candidates:

@@ -9,6 +9,7 @@ from conf.schema import Backup, PlanMode
 from pipeline.messages import CancelRequest, FinishReason, Sampling, StageName
 from stages.draft_speculator.draft_request import Phase
 from stages.draft_speculator.draft_source import ExtendJob
+from stages.draft_speculator.measures import Way
 from stages.draft_speculator.model_draft import ModelDraft
 from stages.draft_speculator.planner import Planner
 from stages.draft_speculator.stage import DraftSpeculator
@@ -286,14 +287,51 @@ def test_a_rest_that_follows_a_round_of_catching_up_is_measured_as_one(
     monkeypatch.setattr("stages.draft_speculator.stage._MOST_BEHIND", 3)
     pipeline = _pipeline("speculative", target_is_slow=False)
     measures = _speculator(pipeline)._measures
-    is_plain: list[bool | None] = []
+    ways: list[Way | None] = []
     turnarounds: list[float] = []
-    monkeypatch.setattr(measures, "add_round", lambda **figures: is_plain.append(figures["is_plain"]))
+    monkeypatch.setattr(measures, "add_round", lambda **figures: ways.append(figures["way"]))
     monkeypatch.setattr(measures, "add_turnaround", turnarounds.append)
     pipeline.submit("r", PROMPTS["long"], Sampling(max_tokens=40, seed=1, ignore_eos=True))
-    pipeline.runtime.run_until(lambda: len(is_plain) == 5)
-    assert is_plain == [None, True, True, True, True]
+    pipeline.runtime.run_until(lambda: len(ways) == 5)
+    assert ways == [None, Way.PLAIN, Way.PLAIN, Way.PLAIN, Way.PLAIN]
     assert len(turnarounds) == 1, "nothing was under way while speculation rested"
+
+
+class _Undecided(Planner):
+    """Outcomes are prepared in three rounds of the batch, and not in the next three."""
+
+    asked = 0
+
+    def rest_rounds(self) -> int:
+        self.asked += 1
+        return 0
+
+    def prepares(self) -> bool:
+        return self.asked % 6 < 3
+
+
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+@pytest.mark.parametrize("backup", Backup)
+@pytest.mark.parametrize("system", ["saguaro", "saguaro_tree"])
+def test_whether_outcomes_are_prepared_may_change_from_round_to_round(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, list[int]],
+    system: str,
+    backup: Backup,
+    order_seed: int | None,
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _Undecided)
+    pipeline = _pipeline(system, order_seed=order_seed, backup=backup)
+    measures = _speculator(pipeline)._measures
+    ways: list[Way | None] = []
+    monkeypatch.setattr(measures, "add_round", lambda **figures: ways.append(figures["way"]))
+    _run_all(pipeline, expected)
+    assert {Way.PREPARED, Way.DRAFTED, None} <= set(ways)
+    all_metrics = [end.metrics for name in PROMPTS if (end := pipeline.recorder.end(name)) is not None]
+    answered = sum(metrics.num_rounds - 1 for metrics in all_metrics if metrics is not None)
+    looked_for = sum(m.cache_hits + m.cache_misses for m in all_metrics if m is not None)
+    if backup is Backup.sequential:
+        assert 0 < looked_for < answered, "where nothing was to be found, nothing was missed"
 
 
 class _SleepyLater(Planner):

@@ -8,7 +8,7 @@ from pipeline.messages import Outcome
 from stages.draft_speculator.draft_request import DraftRequest, Phase
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.learning import RoundTally
-from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.measures import Measures, Way
 
 MS = 1_000_000
 
@@ -47,7 +47,7 @@ class Engine:
 def request_named(name: str) -> DraftRequest:
     tree = DraftTree([1, 2, 3], num_read=0)
     return DraftRequest(
-        request_id=name, seed=0, tree=tree, max_len=64, can_draft=True, phase=Phase.ANSWERING, is_resting=True
+        request_id=name, seed=0, tree=tree, max_len=64, can_draft=True, phase=Phase.ANSWERING, way=Way.PLAIN
     )
 
 
@@ -73,8 +73,8 @@ def test_a_forward_is_one_round_of_all_who_share_it() -> None:
 def test_a_round_in_which_some_rest_and_others_speculate_says_nothing_of_either() -> None:
     engine = Engine()
     resting, speculating = request_named("resting"), request_named("speculating")
-    speculating.is_resting = False
+    speculating.way = Way.PREPARED
     for _ in range(8):
         engine.forward([resting, speculating])
-    assert engine.measures.num_speculated == 0
+    assert engine.measures.of_way(Way.PREPARED).num_rounds == 0
     assert engine.measures.plain_rate != pytest.approx(1 / (10 * MS)), "still the target's own time"

@@ -1,0 +1,181 @@
+"""Whether to speculate, and whether outcomes are prepared: decided by trying it, for batches of each size.
+
+Where speculation is slower than plain decoding it rests, and tries again later; where it pays, it rests now
+and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises as
+much as prepared outcomes give, it is tried as well, and the faster way is the usual one from then on: many
+requests at once can keep the draft so busy that what it prepares comes too late.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from stages.draft_speculator.measures import Measures, Way
+
+_FIRST_PROBE, _PROBE = 10, 6
+"""Rounds of speculation before it is judged: the first time, and after a rest."""
+_FIRST_REST, _LONGEST_REST = 8, 256
+_REST_BELOW = 0.98
+"""Of plain decoding's speed: what is a little slower is not worth a change."""
+_DOUBT = 0.4
+"""Of a request's tokens a round, their standard deviation: over the root of their number, a speed's."""
+_HOPELESS = 0.85
+"""Of plain decoding's speed: the next rest is four times as long, and not only twice."""
+_SETTLED = 32
+"""Rounds of speculation after which it is held to pay; a look-up or two may have been lucky before."""
+_COMPARE_AFTER, _COMPARE_LATER = 64, 20.0
+"""Rounds of speculation before plain decoding is measured anew, and how much later for each time as fast."""
+_TRY_ROUNDS = 16
+"""For which the other way to speculate is tried."""
+_TRY_AFTER, _TRY_AGAIN_AFTER, _LONGEST_UNTRIED = 10, 64, 1024
+"""Rounds before it is, at first and after a change; twice as many after each time in a row it was slower."""
+_TRY_ABOVE = 0.9
+"""Of the speed with prepared outcomes: what drafting after the outcome has to promise."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """How it goes with one class of batch sizes. All counts are of rounds.
+
+    judge_after: with proposals, before speculation is judged.
+    next_rest: how long it rests if it does not pay; rest_left: of a rest, still to come.
+    compared_at: with proposals, when plain decoding was last measured for comparison.
+    way: how it speculates; is_trying: only to see how fast that is.
+    num_in_way: with proposals since that was last decided; untried: how many until the other one is tried.
+    """
+
+    way: Way
+    judge_after: int = _FIRST_PROBE
+    next_rest: int = _FIRST_REST
+    rest_left: int = 0
+    compared_at: int = 0
+    is_trying: bool = False
+    num_in_way: int = 0
+    untried: int = _TRY_AFTER
+
+    def take(self, way: Way, *, is_trying: bool) -> None:
+        """Speculate in this way from now on."""
+        self.way, self.is_trying, self.num_in_way = way, is_trying, 0
+
+
+class Trials:
+    """Owned by the planner, which asks once a round of the batch."""
+
+    def __init__(self, measures: Measures, *, depth: int, can_prepare: bool) -> None:
+        """depth: of the proposals, at most."""
+        self._measures = measures
+        self._depth = depth
+        self._can_prepare = can_prepare
+        self._of_class: dict[int, _Trial] = {}
+        self._resting = self._new()
+        """The one whose rest began last."""
+
+    def _new(self) -> _Trial:
+        return _Trial(Way.PREPARED if self._can_prepare else Way.DRAFTED)
+
+    @property
+    def _trial(self) -> _Trial:
+        return self._of_class.setdefault(self._measures.batch_class, self._new())
+
+    @property
+    def way(self) -> Way:
+        """How to speculate in the coming round, where it does not rest."""
+        return self._trial.way
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether proposals are made whatever they are worth, so that their speed can be measured."""
+        trial = self._trial
+        return not trial.is_trying and self._num_speculated < trial.judge_after
+
+    @property
+    def _num_speculated(self) -> int:
+        return self._measures.of_way(self.way).num_rounds
+
+    def rest_rounds(self) -> int:
+        """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before.
+
+        Plain decoding is measured in rests only, and a shared machine or a longer context makes old figures
+        wrong: where speculation pays, a short rest renews them, the more seldom the more it pays.
+        """
+        trial = self._trial
+        if trial.rest_left == 0:
+            trial.rest_left = self._judge(trial)
+        self._resting = trial
+        return trial.rest_left
+
+    def goes_on_resting(self, rounds: int) -> None:
+        """Of the rest that `rest_rounds` began so many rounds are left. Requests end before it does."""
+        self._resting.rest_left = rounds
+
+    def _judge(self, trial: _Trial) -> int:
+        """How long to rest now."""
+        measures = self._measures
+        if self._is_in_vain(trial):
+            return self._rest(trial, is_hopeless=True)
+        if not measures.is_known:
+            return 0
+        if self._can_prepare:
+            self._choose_way(trial)
+        if trial.is_trying or self.is_on_trial:
+            return 0
+        speculative = measures.of_way(trial.way)
+        gain = speculative.value / measures.plain_rate
+        if gain < _REST_BELOW - _DOUBT / math.sqrt(speculative.weight * measures.num_active):
+            return self._rest(trial, is_hopeless=gain < _HOPELESS)
+        num_speculated = speculative.num_rounds
+        if num_speculated >= _SETTLED and gain >= _REST_BELOW:
+            trial.next_rest = _FIRST_REST
+        if num_speculated - trial.compared_at < _COMPARE_AFTER * (1 + _COMPARE_LATER * max(gain - 1, 0.0)):
+            return 0
+        trial.compared_at = num_speculated
+        measures.measure_anew(Way.PLAIN)
+        return _FIRST_REST
+
+    def _rest(self, trial: _Trial, *, is_hopeless: bool) -> int:
+        """How long, for it does not pay."""
+        rest = trial.next_rest
+        trial.next_rest = min(rest * (4 if is_hopeless else 2), _LONGEST_REST)
+        trial.judge_after, trial.compared_at = _PROBE, 0
+        self._measures.measure_anew(Way.PLAIN)
+        self._measures.measure_anew(trial.way)
+        return rest
+
+    def _is_in_vain(self, trial: _Trial) -> bool:
+        """Whether a trial that would begin now cannot show a gain, even if the target never had to wait.
+
+        The figures may be old or of other batches: from the longest rest on it is tried all the same.
+        """
+        measures = self._measures
+        if self._num_speculated > 0 or trial.next_rest == _LONGEST_REST or not measures.target.is_known:
+            return False
+        return measures.promised_rate(self._depth, step_ns=0.0) < _REST_BELOW * measures.plain_rate
+
+    def _choose_way(self, trial: _Trial) -> None:
+        """Begin to try the other way to speculate, or end such a try."""
+        measures = self._measures
+        trial.num_in_way += 1
+        other = Way.DRAFTED if trial.way is Way.PREPARED else Way.PREPARED
+        if trial.is_trying:
+            if measures.of_way(trial.way).num_rounds < _TRY_ROUNDS:
+                return
+            if measures.of_way(trial.way).value > measures.of_way(other).value:
+                trial.untried, trial.compared_at = _TRY_AGAIN_AFTER, 0
+                trial.take(trial.way, is_trying=False)
+            else:
+                trial.untried = min(trial.untried * 2, _LONGEST_UNTRIED)
+                trial.take(other, is_trying=False)
+        elif trial.num_in_way >= trial.untried and not self.is_on_trial and self._may_be_faster(other):
+            measures.measure_anew(other)
+            trial.take(other, is_trying=True)
+
+    def _may_be_faster(self, way: Way) -> bool:
+        """Than the usual way. How much of the draft's time is hidden by preparing only a try can show."""
+        if way is Way.PREPARED:
+            return True
+        measures = self._measures
+        promised = measures.promised_rate(self._depth, step_ns=measures.step.predict_ns(measures.num_active))
+        return promised > max(
+            _TRY_ABOVE * measures.of_way(Way.PREPARED).value, _REST_BELOW * measures.plain_rate
+        )
