@@ -24,7 +24,7 @@ class DraftReader:
     def is_readable(self, tree: DraftTree, node: int) -> bool:
         """Whether the draft knows a position as late as the node's."""
         limit = self._source.max_position
-        return limit is None or tree.position(node) < limit
+        return limit is None or tree.positions[node] < limit
 
     def step(self, kind: SpanKind, requests: Sequence[DraftRequest]) -> None:
         """Read what the requests' phases want read, in one draft step; nothing if that is nothing."""

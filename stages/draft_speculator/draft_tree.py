@@ -44,6 +44,8 @@ class DraftTree:
         prompt = prompt[num_read:]
         self.token_ids: list[int] = list(prompt)
         self.parents: list[int] = list(range(-1, len(prompt) - 1))
+        self.positions: list[int] = list(range(num_read, num_read + len(prompt)))
+        """Absolute, of each node's token."""
         self.next_tokens: list[NextTokens | None] = [None] * len(prompt)
         """Known for nodes that are read, and were asked for."""
         self.is_read: list[bool] = [False] * len(prompt)
@@ -65,6 +67,7 @@ class DraftTree:
         """Append an unread node under `parent`; returns its index."""
         self.token_ids.append(token_id)
         self.parents.append(parent)
+        self.positions.append(self.positions[parent] + 1)
         self.next_tokens.append(None)
         self.is_read.append(False)
         node = len(self.token_ids) - 1
@@ -72,19 +75,9 @@ class DraftTree:
             self._children[parent, token_id] = node
         return node
 
-    def position(self, node: int) -> int:
-        """Absolute position of a node's token."""
-        if node <= self.root:
-            return self.prefix_len + node
-        return self.position(self.root) + self.depth(node)
-
     def depth(self, node: int) -> int:
-        """Steps from the root; 0 for the root."""
-        depth = 0
-        while node > self.root:
-            node = self.parents[node]
-            depth += 1
-        return depth
+        """Steps from the root; 0 for the root, and for what comes before it."""
+        return max(self.positions[node] - self.positions[self.root], 0)
 
     def ancestors(self, node: int) -> list[int]:
         """The nodes below the root that lead to `node`, itself included, from the bottom up."""
@@ -119,7 +112,7 @@ class DraftTree:
             return
         self.prefix_len += count
         self.root -= count
-        del self.token_ids[:count], self.next_tokens[:count], self.is_read[:count]
+        del self.token_ids[:count], self.positions[:count], self.next_tokens[:count], self.is_read[:count]
         self.parents = [max(parent - count, -1) for parent in self.parents[count:]]
         self.proposal = [node - count for node in self.proposal]
         self._children = None
@@ -182,6 +175,7 @@ class DraftTree:
         new_index = {old: new for new, old in enumerate(kept)}
         moves = [(old, new) for new, old in enumerate(kept) if old != new and self.is_read[old]]
         self.token_ids = [self.token_ids[old] for old in kept]
+        self.positions = [self.positions[old] for old in kept]
         self.next_tokens = [self.next_tokens[old] for old in kept]
         self.is_read = [self.is_read[old] for old in kept]
         self.parents = [new_index.get(self.parents[old], -1) for old in kept]

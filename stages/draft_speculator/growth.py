@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from conf.proposal_size import proposal_depth, proposal_nodes, rows_of_a_step
@@ -180,6 +181,9 @@ class Unread(NamedTuple):
     """Which of that anchor's selection; -1 for the anchor itself."""
 
 
+_LOG_VALUE = itemgetter(0)
+
+
 def find_unread(
     tree: DraftTree,
     anchors: Sequence[Anchor],
@@ -192,26 +196,27 @@ def find_unread(
     Empty when all that is worth reading was read: a node at the last level is not, for nothing can follow it.
     """
     unread: list[Unread] = []
-    children = tree.children()
+    children, is_read, is_chain = tree.children(), tree.is_read, shape.is_chain
     for number, anchor in enumerate(anchors):
-        if not tree.is_read[anchor.node]:
+        if not is_read[anchor.node]:
             unread.append(Unread(anchor.log_value, number, -1))
             continue
         last = min(anchor.depth, shape.depth)
-        if anchor.selection is None and shape.is_chain:
+        selection = anchor.selection
+        if selection is None and is_chain:
             limit = min(last, shape.num_nodes)
-            anchor.selection = _select_chain(tree, anchor.node, limit, valuation, children, anchor.chain)
-        elif anchor.selection is None:
-            anchor.selection = select(
+            selection = _select_chain(tree, anchor.node, limit, valuation, children, anchor.chain)
+        elif selection is None:
+            selection = select(
                 tree, anchor.node, shape, depth=anchor.depth, valuation=valuation, children=children
             )
+        anchor.selection = selection
         # Only the end of a chain can be unread.
-        start = max(len(anchor.selection) - 1, 0) if shape.is_chain else 0
-        for index, entry in enumerate(anchor.selection[start:], start=start):
-            is_read = entry.node is not None and tree.is_read[entry.node]
-            if entry.depth < last and not is_read:
-                unread.append(Unread(anchor.log_value + entry.log_value, number, index))
-    unread.sort(key=lambda node: (-node.log_value, node.anchor, node.entry))
+        for index in range(max(len(selection) - 1, 0) if is_chain else 0, len(selection)):
+            _, _, _, log_value, depth, node = selection[index]
+            if depth < last and (node is None or not is_read[node]):
+                unread.append(Unread(anchor.log_value + log_value, number, index))
+    unread.sort(key=_LOG_VALUE, reverse=True)  # ties stay in the order of the anchors and their entries
     return unread
 
 
@@ -241,7 +246,7 @@ def add_unread(
             parent = anchor.node if entry.parent < 0 else anchor.selection[entry.parent].node
             assert parent is not None, "a selected child has a parent in the tree"
             node = tree.add(entry.token_id, parent)
-            anchor.selection[index] = entry._replace(node=node)
+            anchor.selection[index] = Entry(*entry[:-1], node)
         nodes.append(node)
     for number in changed:
         anchor = anchors[number]

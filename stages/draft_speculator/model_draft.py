@@ -162,7 +162,7 @@ class ModelDraft(DraftSource):
             tree = job.tree
             logit_rows += [len(token_ids) + i for i, node in enumerate(job.nodes) if node >= tree.root]
             token_ids += [tree.token_ids[node] for node in job.nodes]
-            positions += [tree.position(node) for node in job.nodes]
+            positions += [tree.positions[node] for node in job.nodes]
             sequences.append(_sequence_rows(tree, job.nodes, self._requests[job.request_id].kv))
         logits = self._runner.forward(
             ForwardBatch(token_ids=token_ids, positions=positions, sequences=sequences, logit_rows=logit_rows)
@@ -224,7 +224,7 @@ class ModelDraft(DraftSource):
         """What the tokens after the nodes are ranked by, [nodes, V]. logits: the same shape."""
         law, paths = self._requests[job.request_id].law, self._paths(job, nodes)
         if self._drawing is Drawing.COUPLED:
-            return law.perturb(logits, [job.tree.position(node) + 1 for node in nodes], paths)
+            return law.perturb(logits, [job.tree.positions[node] + 1 for node in nodes], paths)
         return law.log_law(logits, paths)
 
     def _paths(self, job: ExtendJob, nodes: list[int]) -> list[list[int]]:

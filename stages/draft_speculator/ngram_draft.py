@@ -154,7 +154,7 @@ class NgramDraft(DraftSource):
         total = sum(counts.values())
         scores = [math.log(counts[token] / total) for token in ids]
         if self._is_coupled and request.sampling.temperature > 0 and ids:
-            noise = gumbel_noise(request.sampling.seed, tree.position(node) + 1, torch.tensor(ids)).tolist()
+            noise = gumbel_noise(request.sampling.seed, tree.positions[node] + 1, torch.tensor(ids)).tolist()
             scores = [score + g for score, g in zip(scores, noise, strict=True)]
         order = sorted(range(len(ids)), key=lambda i: -scores[i])
         return Continuations([ids[i] for i in order], [scores[i] for i in order])

@@ -36,7 +36,7 @@ def test_a_read_prompt_leaves_only_the_root() -> None:
 
 def test_positions_and_depths_count_from_the_root() -> None:
     tree = _round([7, 8, 9])
-    assert [tree.position(node) for node in range(3)] == [2, 3, 4]
+    assert [tree.positions[node] for node in range(3)] == [2, 3, 4]
     assert [tree.depth(node) for node in range(3)] == [0, 1, 2]
     assert tree.proposal_parents() == [-1, 0]
 
