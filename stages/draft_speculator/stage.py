@@ -219,22 +219,23 @@ class DraftSpeculator(Stage):
             return
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
-        unprepared = [request for request in requests if not request.is_prepared]
         for request in requests:
+            was_prepared = request.is_prepared
             self._choose_way(request)
+            request.source, request.ready_length = ProposalSource.DRAFT, 0
             request.is_behind = len(request.tree.unread_committed()) > _MOST_BEHIND
             if request.is_behind:
                 self._answer_unprepared(request)
             else:
-                (hits if self._look_up(request) else missed).append(request)
+                is_hit = was_prepared and self._look_up(request)
+                (hits if is_hit else missed).append(request)
         for request in hits:
             request.steps_left = self._shape.depth if self._planner.drafts_on() else 0
         may_wait = self._may_wait(missed, has_hits=bool(hits))
         for request in missed:
             request.steps_left = self._shape.depth if may_wait else 0
-        if may_wait:
-            for request in unprepared:
-                request.source = ProposalSource.DRAFT  # nothing was to be found, so nothing was missed
+            if not may_wait:
+                request.source = ProposalSource.BACKUP
         self._draft([*hits, *missed])
 
     def _choose_way(self, request: DraftRequest) -> None:
@@ -265,9 +266,9 @@ class DraftSpeculator(Stage):
     def _look_up(self, request: DraftRequest) -> bool:
         """Whether something was prepared for the outcome that came."""
         start_ns = time.monotonic_ns()
-        ready = self._select(request.tree, depth=self._shape.depth) if self._has_cache else []
+        ready = self._select(request.tree, depth=self._shape.depth)
         request.ready_length = len(ready)
-        if self._has_cache and self._spans.is_on:
+        if self._spans.is_on:
             self._spans.add(
                 SpanKind.LOOKUP,
                 start_ns,
@@ -276,8 +277,7 @@ class DraftSpeculator(Stage):
                 round_id=request.round_id,
                 count=len(ready),
             )
-        miss = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
-        request.source = ProposalSource.HIT if ready else miss
+        request.source = ProposalSource.HIT if ready else ProposalSource.BACKUP
         return bool(ready)
 
     def _may_wait(self, missed: list[DraftRequest], *, has_hits: bool) -> bool:
@@ -296,7 +296,6 @@ class DraftSpeculator(Stage):
 
     def _answer_unprepared(self, request: DraftRequest) -> None:
         """The draft is far behind: let the target go on, and read meanwhile."""
-        request.ready_length = 0
         request.source = ProposalSource.BACKUP if self._has_cache else ProposalSource.DRAFT
         committed_len = request.tree.committed_len
         self._propose(request, [], useful=self._useful_depth(request, committed_len))
