@@ -231,6 +231,8 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """...and each row more."""
     acceptance: float
     """How often the target goes on to a child of a node that it reached."""
+    hit_rate: float
+    """How often something was ready for an outcome, where outcomes were prepared."""
     tokens_per_second: float
     """Of all requests together: the price of time."""
     speculative_tokens_per_second: float

@@ -128,6 +128,7 @@ def _plan_rows(finished: Sequence[RequestFinished]) -> list[tuple[str, str, str]
         ("plan: verification", _number(plan.verify_ms, 2), f"ms, and {plan.verify_row_ms:.2f} a row more"),
         ("plan: draft step", _number(plan.step_ms, 2), f"ms, and {plan.step_row_ms:.2f} a row more"),
         ("plan: acceptance", _number(plan.acceptance, 3), "of a child, where its parent was accepted"),
+        ("plan: hit rate", _number(plan.hit_rate, 3), "of outcomes, where they were prepared"),
         ("plan: price of time", _number(plan.tokens_per_second, 1), "tokens/s, of all requests"),
         (
             "plan: speculating",

@@ -35,6 +35,7 @@ PLANNED = msgspec.structs.replace(
         step_ms=2.0,
         step_row_ms=0.25,
         acceptance=0.6,
+        hit_rate=0.7,
         tokens_per_second=80.0,
         speculative_tokens_per_second=90.0,
         plain_tokens_per_second=48.5,

@@ -112,6 +112,8 @@ class Measures:
         self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
         """How often a looked-up token is right if those before it were, by the tokens that matched."""
         self._acceptance = Ratio(0.5)
+        self.hits = Ratio(0.5)
+        """How often something was ready for an outcome."""
         self._paces: dict[int, Pace] = {}
         self._turnaround_ns = 0.0
         self.num_active = 1
@@ -197,6 +199,7 @@ class Measures:
             step_ms=self.step.predict_ns(1) / 1e6,
             step_row_ms=self.step.slope_ns / 1e6,
             acceptance=self.acceptance,
+            hit_rate=self.hits.value,
             tokens_per_second=self.price * 1e9,
             speculative_tokens_per_second=self.of_way(way).value * 1e9,
             plain_tokens_per_second=self.plain_rate * 1e9,

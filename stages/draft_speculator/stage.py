@@ -277,6 +277,7 @@ class DraftSpeculator(Stage):
                 round_id=request.round_id,
                 count=len(ready),
             )
+        self._measures.hits.add(bool(ready))
         request.source = ProposalSource.HIT if ready else ProposalSource.BACKUP
         return bool(ready)
 

@@ -327,6 +327,7 @@ def test_whether_outcomes_are_prepared_may_change_from_round_to_round(
     monkeypatch.setattr(measures, "add_round", lambda **figures: ways.append(figures["way"]))
     _run_all(pipeline, expected)
     assert {Way.PREPARED, Way.DRAFTED, None} <= set(ways)
+    assert measures.hits.value != 0.5, "measured where outcomes were prepared"
     all_metrics = [end.metrics for name in PROMPTS if (end := pipeline.recorder.end(name)) is not None]
     answered = sum(metrics.num_rounds - 1 for metrics in all_metrics if metrics is not None)
     looked_for = sum(m.cache_hits + m.cache_misses for m in all_metrics if m is not None)

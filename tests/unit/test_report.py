@@ -54,6 +54,7 @@ def test_the_planners_figures_are_those_of_the_last_request_and_its_rests_of_all
     table = figures(closing_table([finished(metrics=PLANNED)] * 2, {}, wall_seconds=1.0))
     assert (table["plan: verification"], table["plan: price of time"]) == ("20.50", "80.0")
     assert (table["plan: branches"], table["plan: rested"]) == ("16", "6")
+    assert table["plan: hit rate"] == "0.700"
 
 
 def test_what_a_run_does_not_define_is_a_dash():
