@@ -86,6 +86,8 @@ class DraftSpeculator(Stage):
         )
         self._requests: dict[str, DraftRequest] = {}
         self._is_turn_of_reading = True
+        self._left_behind: list[object] = []
+        """What outcomes made untrue. To free it takes longer than to answer one, so that waits."""
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -193,6 +195,7 @@ class DraftSpeculator(Stage):
         if request.text is not None:
             accepted = tree.path(tree.proposal_node(outcome.accepted_node))
             request.text.append([*accepted, outcome.bonus_token])
+        self._left_behind += [tree.next_tokens, tree.children(), request.branches]
         rerooting = tree.reroot(outcome.accepted_node, outcome.bonus_token)
         if request.can_draft:
             self._source.reroot(request.request_id, rerooting, tree)
@@ -338,6 +341,7 @@ class DraftSpeculator(Stage):
             self._reader.step(SpanKind.DRAFT, drafting)
             self._draft(drafting)
             return True
+        self._left_behind.clear()
         reading = self._in_phase(Phase.READING)
         if not (reading and self._is_turn_of_reading) and self._prepare():
             self._is_turn_of_reading = True

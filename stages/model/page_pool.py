@@ -89,17 +89,22 @@ class PagePool:
         assert sorted(kept) == np.flatnonzero(self._is_kept).tolist(), "other pages are kept than are known"
 
     def _choose(self, count: int, *, after: int | None, span: int) -> list[int]:
-        cost = np.where(self._holders > 0, _HELD, self._last_used + _CLAIMED * (self._claims > 0))
         if after is not None:
-            following = cost[after + 1 : after + 1 + count]
+            following = self._cost(slice(after + 1, after + 1 + count))
             if len(following) == count and following.max() < _CLAIMED:
                 return list(range(after + 1, after + 1 + count))
+        cost = self._cost(slice(None))
         for length, limit in ((span, _CLAIMED), (count, _CLAIMED), (count, _HELD)):
             first = _cheapest_run(cost, length)
             if first is not None and cost[first : first + length].max() < limit:
                 return list(range(first, first + count))
         chosen: list[int] = np.argsort(cost, kind="stable")[:count].tolist()
         return sorted(chosen)
+
+    def _cost(self, pages: slice) -> NDArray[np.int64]:
+        """What it costs to take each of these pages."""
+        dear = self._last_used[pages] + _CLAIMED * (self._claims[pages] > 0)
+        return np.where(self._holders[pages] > 0, _HELD, dear)
 
 
 def _cheapest_run(cost: NDArray[np.int64], length: int) -> int | None:
