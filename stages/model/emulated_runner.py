@@ -73,6 +73,7 @@ class EmulatedRunner:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the contexts of all rows and return logits [R, vocab], after the time of the table."""
         start_ns = time.monotonic_ns()
+        self.kv.finish_moves()
         batch.check(vocab_size=self.shape.vocab_size, max_position=self.shape.max_position)
         contexts = list(self._write_contexts(batch))
         wanted = range(len(contexts)) if batch.logit_rows is None else batch.logit_rows

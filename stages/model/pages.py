@@ -123,6 +123,10 @@ class KVCache:
         self._prefixes = PrefixIndex(page_size)
         self._pool = PagePool(self.num_pages, forget=self._prefixes.forget)
         self._live: set[KVHandle] = set()
+        self._moves: list[tuple[int, int]] = []
+        """Physical slots, from and to, that are still to be copied..."""
+        self._moving: set[KVHandle] = set()
+        """...and whose they are."""
 
     @property
     def free_pages(self) -> int:
@@ -205,6 +209,8 @@ class KVCache:
         """Give the pages back. A handle is freed once. token_ids: see `keep`."""
         assert handle in self._live, "a KV handle was freed twice, or belongs to another cache"
         self.keep(handle, token_ids)
+        if handle in self._moving:
+            self.finish_moves()
         self._live.remove(handle)
         self._pool.unclaim(handle.claim)
         self._pool.release(handle.pages)
@@ -212,6 +218,7 @@ class KVCache:
     def move(self, handle: KVHandle, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy logical slots `src` to `dst` in all layers, reading all before writing any.
 
+        Done in `finish_moves`, for all handles in one: somebody may wait for what comes after the move.
         src, dst: equally long; `dst` without repeats. Pairs with src == dst cost nothing.
         """
         assert len(src) == len(dst), f"{len(src)} slots cannot move to {len(dst)}"
@@ -221,19 +228,27 @@ class KVCache:
             return
         first = min(b for _, b in pairs)
         assert first >= handle.num_frozen, f"slot {first} is written, {handle.num_frozen} are shared"
+        if handle in self._moving:
+            self.finish_moves()
         physical = handle.physical_list
-        device = self.storage.device
-        move_kv(
-            self.storage,
-            torch.tensor([physical[a] for a, _ in pairs], device=device),
-            torch.tensor([physical[b] for _, b in pairs], device=device),
-        )
+        self._moves += [(physical[a], physical[b]) for a, b in pairs]
+        self._moving.add(handle)
+
+    def finish_moves(self) -> None:
+        """Copy what `move` was told of; before anything else reads or writes the storage."""
+        if not self._moves:
+            return
+        src, dst = torch.tensor(self._moves, device=self.storage.device).unbind(dim=1)
+        move_kv(self.storage, src, dst)
+        self._moves = []
+        self._moving.clear()
 
     def read(self, layer: int, handle: KVHandle, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of logical slots 0..length-1, each [kv_heads, length, head_dim].
 
         length: may be up to a `READ_BLOCK` beyond the handle's end; what is read there means nothing.
         """
+        assert not self._moves, "slots are read while some are to be moved"
         keys, values = self.layers[layer]
         if handle.first_slot is not None:
             first = handle.first_slot

@@ -112,6 +112,7 @@ class ModelRunner:
         Returns logits [R, vocab], float32 (float64 when the model runs in float64).
         """
         batch.check(vocab_size=self.shape.vocab_size, max_position=self._num_positions)
+        self.kv.finish_moves()
         if self._native is None:
             return self._forward_torch(batch)
         is_long = [sequence.num_rows > MAX_SEQUENCE_ROWS for sequence in batch.sequences]

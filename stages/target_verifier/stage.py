@@ -431,6 +431,7 @@ class TargetVerifier(Stage):
                     self._held.append((StageName.PREDICTOR, outcome))
         for result, ending in zip(results, endings, strict=True):
             self._finish_round(result, ending, decided_ns=decided_ns)
+        self._runner.kv.finish_moves()
 
     def _finish_round(self, result: RoundResult, ending: Ending, *, decided_ns: int) -> None:
         sequence, accepted = result.sequence, result.accepted

@@ -101,11 +101,37 @@ def test_move_reads_everything_before_it_writes(page_size: int, is_fragmented: b
     fill(cache, handle, 20)
     before = cache.storage.clone()
     cache.move(handle, src=[12, 10, 11, 3], dst=[10, 11, 12, 3])
+    assert torch.equal(cache.storage, before), "nothing yet"
+    cache.finish_moves()
     expected = list(range(20))
     expected[10:13] = [12, 10, 11]
     assert numbers(cache, handle, 20) == expected
     untouched = [slot for slot in range(before.shape[3]) if slot not in handle.physical_list]
     assert torch.equal(cache.storage[:, :, :, untouched], before[:, :, :, untouched])
+
+
+def test_moves_of_several_handles_wait_for_one_another_only_where_they_must() -> None:
+    cache = make_cache(num_slots=64)
+    first, second = cache.allocate(10), cache.allocate(10)
+    fill(cache, first, 10)
+    fill(cache, second, 10)
+    cache.move(first, src=[7], dst=[3])
+    cache.move(second, src=[8, 9], dst=[3, 4])
+    cache.move(first, src=[3], dst=[1])  # what was just moved there
+    cache.finish_moves()
+    assert numbers(cache, first, 10) == [0, 7, 2, 7, 4, 5, 6, 7, 8, 9]
+    assert numbers(cache, second, 10) == [0, 1, 2, 8, 9, 5, 6, 7, 8, 9]
+
+
+def test_what_is_left_of_a_freed_handle_is_as_it_was_to_be() -> None:
+    cache = make_cache(num_slots=64)
+    handle = cache.allocate(10)
+    fill(cache, handle, 10)
+    slot = handle.physical_list[3]
+    expected = cache.storage[:, :, :, handle.physical_list[7]].clone()
+    cache.move(handle, src=[7], dst=[3])
+    cache.free(handle)
+    assert torch.equal(cache.storage[:, :, :, slot], expected), "a later request may begin with it"
 
 
 def test_contiguous_slots_are_read_as_a_view_and_fragmented_ones_in_logical_order() -> None:
