@@ -277,9 +277,16 @@ def _sequence_rows(tree: DraftTree, nodes: list[int], kv: KVHandle) -> SequenceR
     mask: Tensor | None = None
     if not is_chain:
         visible = np.zeros((len(nodes), tail_len), dtype=bool)
+        visible[:, : tree.root + 1] = True
+        rows, columns = list[int](), list[int]()
         for row, node in enumerate(nodes):
-            visible[row, : min(node, tree.root) + 1] = True
-            visible[row, tree.ancestors(node)] = True
+            if node <= tree.root:
+                visible[row, node + 1 :] = False
+            else:
+                path = tree.ancestors(node)
+                rows += [row] * len(path)
+                columns += path
+        visible[rows, columns] = True
         mask = torch.from_numpy(visible)
     return SequenceRows(
         kv=kv,
