@@ -273,6 +273,8 @@ class Proposal(Message, frozen=True, kw_only=True):
     """What was planned by; None as long as it is what was configured."""
     rest_rounds: Annotated[int, Meta(ge=0)] | None = None
     """Where speculation rests: rounds after this one that the target shall run without a proposal."""
+    rest_batch: Annotated[int, Meta(ge=0)] = 0
+    """Requests that rest together; when half of them or fewer are left, the rest is over."""
     draft_spans: list[tuple[int, int]]
     """When the draft computed for this request since its last proposal: (start, end) in ns, ascending."""
     laws: DraftLaws | None = None
@@ -334,6 +336,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     """When the target had chosen."""
     num_following: Annotated[int, Meta(ge=0)] = 0
     """Outcomes of the same forward that follow this one: the draft answers all of them together."""
+    ends_rest: bool = False
+    """The target waits for a proposal again: speculation rested for a batch of which half or less is left."""
 
 
 class EndDraft(Message, frozen=True, kw_only=True):

@@ -63,6 +63,8 @@ class DraftRequest:
     """Of the nodes of the proposal that is with the target."""
     rest_left: int = 0
     """Rounds that the target goes on to run without a proposal."""
+    rest_batch: int = 0
+    """Requests that shared the first of them."""
     way: Way | None = None
     """Of the round that the target runs: PLAIN while speculation rests; None where it is of no single way."""
     is_prepared: bool = False

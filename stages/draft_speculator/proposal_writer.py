@@ -66,6 +66,7 @@ class ProposalWriter:
             source=request.source,
             ready_length=request.ready_length,
             rest_rounds=request.rest_left if request.is_resting else None,
+            rest_batch=request.rest_batch if request.is_resting else 0,
             plan=self._planner.figures(),
             draft_spans=draft_spans,
             laws=laws,

@@ -201,6 +201,8 @@ class DraftSpeculator(Stage):
             self._source.reroot(request.request_id, rerooting, tree)
         tree.drop_read_prefix()
         request.next_round()
+        if outcome.ends_rest:
+            request.rest_left = 0
         request.phase = Phase.ANSWERING
 
     def _answer(self) -> None:
@@ -218,7 +220,7 @@ class DraftSpeculator(Stage):
                 if request.rest_left > 0:
                     self._rest(request, rounds)
                 else:
-                    self._begin_rest(request, rounds)
+                    self._begin_rest(request, rounds, num_requests=len(requests))
             return
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
@@ -247,9 +249,9 @@ class DraftSpeculator(Stage):
         request.is_prepared = self._planner.prepares()
         request.way = way if request.is_prepared is (way is Way.PREPARED) else None
 
-    def _begin_rest(self, request: DraftRequest, rounds: int) -> None:
-        """Propose nothing now, nor for so many rounds after this one."""
-        request.rest_left = rounds
+    def _begin_rest(self, request: DraftRequest, rounds: int, *, num_requests: int) -> None:
+        """Propose nothing now, nor for so many rounds after it while more than half of the batch is left."""
+        request.rest_left, request.rest_batch = rounds, num_requests
         request.way, request.is_behind = Way.PLAIN, False
         request.source, request.ready_length = ProposalSource.DRAFT, 0
         self._propose(request, [], useful=0)

@@ -31,7 +31,9 @@ class RoundResult:
         """Nodes that were verified."""
         return len(self.sequence.tree()[0])
 
-    def outcome(self, *, decided_ns: int, num_rows: int, compute_ns: int, num_following: int) -> Outcome:
+    def outcome(
+        self, *, decided_ns: int, num_rows: int, compute_ns: int, num_following: int, ends_rest: bool
+    ) -> Outcome:
         """What the draft side is told, once the block is committed. See `Outcome` for the arguments."""
         return Outcome(
             request_id=self.sequence.draft_id,
@@ -45,6 +47,7 @@ class RoundResult:
             compute_ns=compute_ns,
             decided_ns=decided_ns,
             num_following=num_following,
+            ends_rest=ends_rest,
         )
 
 

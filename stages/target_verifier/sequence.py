@@ -54,6 +54,8 @@ class Sequence:
 
     rest_rounds: int = 0
     """Rounds after this one that wait for no proposal."""
+    rest_batch: int = 0
+    """See `Proposal`."""
     is_resting: bool = False
     """Whether speculation rests in round `round_id`."""
 
@@ -78,6 +80,13 @@ class Sequence:
         self.proposal = None
         self.is_resting = self.rest_rounds > 0
         self.rest_rounds = max(self.rest_rounds - 1, 0)
+
+    def ends_rest(self, *, num_left: int) -> bool:
+        """Whether it rests, and with half of those that did, or more, gone. It does not any longer."""
+        if self.rest_rounds == 0 or 2 * num_left > self.rest_batch:
+            return False
+        self.rest_rounds = 0
+        return True
 
     def begin(self, draft_id: str, kv: KVHandle) -> None:
         """It was admitted, for the first time or again: it holds KV, of its first `kv.num_cached` tokens."""

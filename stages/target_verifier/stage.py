@@ -246,7 +246,7 @@ class TargetVerifier(Stage):
         finally:
             sequence.proposal = proposal
             sequence.is_resting = proposal.rest_rounds is not None
-            sequence.rest_rounds = proposal.rest_rounds or 0
+            sequence.rest_rounds, sequence.rest_batch = proposal.rest_rounds or 0, proposal.rest_batch
 
     def _cancel(self, request_id: str) -> None:
         found = self._sequences.get(request_id) or self._admission.withdraw(request_id)
@@ -420,11 +420,13 @@ class TargetVerifier(Stage):
         if self._has_draft:
             going_on = [r for r, ending in zip(results, endings, strict=True) if ending.finish_reason is None]
             for number, result in enumerate(going_on, start=1):
+                ends_rest = result.sequence.ends_rest(num_left=len(going_on))
                 outcome = result.outcome(
                     decided_ns=decided_ns,
                     num_rows=num_rows,
                     compute_ns=compute_ns,
                     num_following=len(going_on) - number,
+                    ends_rest=ends_rest,
                 )
                 self._outbox.send(StageName.SPECULATOR, outcome)
                 if self._has_cache:

@@ -297,6 +297,34 @@ def test_a_rest_that_follows_a_round_of_catching_up_is_measured_as_one(
     assert len(turnarounds) == 1, "nothing was under way while speculation rested"
 
 
+class _Resting(Planner):
+    """Rests for good while there are three requests, and never with fewer."""
+
+    def rest_rounds(self) -> int:
+        return 200 if self.measures.num_active == 3 else 0
+
+
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+@pytest.mark.parametrize("system", ["speculative", "saguaro", "saguaro_tree"])
+def test_a_rest_is_over_when_half_of_the_batch_is_gone(
+    monkeypatch: pytest.MonkeyPatch, system: str, order_seed: int | None
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _Resting)
+    pipeline = _pipeline(system, order_seed=order_seed)
+    plain = PlainDecoder(tiny_target())
+    for index, max_tokens in enumerate((20, 24, 60)):
+        sampling = Sampling(max_tokens=max_tokens, seed=index, ignore_eos=True)
+        pipeline.submit(str(index), PROMPTS["short"], sampling)
+    pipeline.finish("0", "1", "2")
+    for index, max_tokens in enumerate((20, 24, 60)):
+        sampling = Sampling(max_tokens=max_tokens, seed=index, ignore_eos=True)
+        assert pipeline.recorder.tokens(str(index)) == plain.generate(PROMPTS["short"], sampling)
+    ends = [pipeline.recorder.end(str(index)) for index in range(3)]
+    rested = [end.metrics.num_rest_rounds for end in ends if end is not None and end.metrics is not None]
+    assert rested[1] > 10
+    assert rested[2] < 30, "and not for the last one alone"
+
+
 class _Undecided(Planner):
     """Outcomes are prepared in three rounds of the batch, and not in the next three."""
 

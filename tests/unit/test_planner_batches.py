@@ -14,7 +14,7 @@ import pytest
 
 from conf.schema import SpeculationConfig
 from stages.draft_speculator.growth import Entry, Shape
-from stages.draft_speculator.measures import Measures
+from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.planner import OnlinePlanner
 
 MS = 1_000_000
@@ -52,7 +52,7 @@ class Run:
         self.measures = Measures()
         shape = Shape.of(SpeculationConfig(depth=_DEPTH))
         self.planner = OnlinePlanner(shape, self.measures, min_path_prob=0.0, budget=0)
-        self._rest = 0
+        self._rest = self._rest_batch = 0
         self.num_resting = 0
 
     def planned(self, batch: int, rounds: int) -> float:
@@ -71,10 +71,12 @@ class Run:
 
     def _round(self, batch: int) -> tuple[int, int]:
         self.measures.num_active = batch
+        if 2 * batch <= self._rest_batch:
+            self._rest = self._rest_batch = 0
         if self._rest > 0:
             self.planner.goes_on_resting(self._rest - 1)
         elif rest := self.planner.rest_rounds():
-            self._rest = rest + 1
+            self._rest, self._rest_batch = rest + 1, batch
         is_plain = self._rest > 0
         sizes, ns = ([0] * batch, 0) if is_plain else self._draft(batch)
         self._rest -= is_plain
@@ -85,7 +87,8 @@ class Run:
         self._learn(sizes, accepted)
         tokens = batch + sum(accepted)
         self.measures.target.add(rows, verify_ns)
-        self.measures.add_round(tokens=tokens / batch, ns=ns + verify_ns, is_plain=is_plain)
+        way = Way.PLAIN if is_plain else Way.DRAFTED
+        self.measures.add_round(tokens=tokens / batch, ns=ns + verify_ns, way=way)
         return tokens, ns + verify_ns
 
     def _draft(self, batch: int) -> tuple[list[int], int]:
@@ -182,7 +185,7 @@ def test_the_branches_that_there_is_time_for_are_shared_by_the_batch() -> None:
     for batch in (1, 16):
         measures.num_active = batch
         for _ in range(10):
-            measures.add_round(tokens=3, ns=25 * MS, is_plain=False)
+            measures.add_round(tokens=3, ns=25 * MS, way=Way.PREPARED)
         for _ in range(40):
             planner.branch_reads([[math.log(0.5)] * 4] * batch, left_ns=20 * MS)
         counts.append(planner.num_branches())
