@@ -22,7 +22,7 @@ _DECAY = 0.97
 _SLOW_DECAY = 0.99
 """The last hundred or so, of what is compared: how many tokens a round gives is for the most part chance."""
 _KNOWN_AFTER = 6
-"""Rounds before the figures are gone by."""
+"""Rounds of a request before the figures are gone by."""
 _TURNAROUND_SHARE = 0.1
 _LONGEST_TURNAROUND_NS = 5e6
 _NUM_DELAYS = 32
@@ -131,7 +131,8 @@ class Measures:
     @property
     def is_known(self) -> bool:
         """Whether there is enough to plan by."""
-        return self.target.is_known and self.step.is_known and self._pace.all.num_rounds >= _KNOWN_AFTER
+        num_seen = self._pace.all.num_rounds * self.num_active
+        return self.target.is_known and self.step.is_known and num_seen >= _KNOWN_AFTER
 
     @property
     def acceptance(self) -> float:

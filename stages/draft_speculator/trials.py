@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from stages.draft_speculator.measures import Measures, Way
 
 _FIRST_PROBE, _PROBE = 10, 6
-"""Rounds of speculation before it is judged: the first time, and after a rest."""
+"""Rounds of one request, before speculation is judged: the first time, and after a rest."""
 _FIRST_REST, _LONGEST_REST = 8, 256
 _REST_BELOW = 0.98
 """Of plain decoding's speed: what is a little slower is not worth a change."""
@@ -27,9 +27,11 @@ _SETTLED = 32
 _COMPARE_AFTER, _COMPARE_LATER = 64, 20.0
 """Rounds of speculation before plain decoding is measured anew, and how much later for each time as fast."""
 _TRY_ROUNDS = 16
-"""For which the other way to speculate is tried."""
-_TRY_AFTER, _TRY_AGAIN_AFTER, _LONGEST_UNTRIED = 10, 64, 1024
-"""Rounds before it is, at first and after a change; twice as many after each time in a row it was slower."""
+"""Rounds of one request, for which the other way to speculate is tried."""
+_FEWEST_ROUNDS = 4
+"""Of a batch, whose requests together tell as much in fewer rounds."""
+_TRY_AGAIN_AFTER, _LONGEST_UNTRIED = 64, 1024
+"""Rounds before it is, after a change; twice as many after each time in a row it was slower."""
 _TRY_ABOVE = 0.9
 """Of the speed with prepared outcomes: what drafting after the outcome has to promise."""
 
@@ -46,13 +48,13 @@ class _Trial:
     """
 
     way: Way
-    judge_after: int = _FIRST_PROBE
+    judge_after: int
     next_rest: int = _FIRST_REST
     rest_left: int = 0
     compared_at: int = 0
     is_trying: bool = False
     num_in_way: int = 0
-    untried: int = _TRY_AFTER
+    untried: int = 0
 
     def take(self, way: Way, *, is_trying: bool) -> None:
         """Speculate in this way from now on."""
@@ -72,7 +74,11 @@ class Trials:
         """The one whose rest began last."""
 
     def _new(self) -> _Trial:
-        return _Trial(Way.PREPARED if self._can_prepare else Way.DRAFTED)
+        return _Trial(Way.PREPARED if self._can_prepare else Way.DRAFTED, self._rounds(_FIRST_PROBE))
+
+    def _rounds(self, of_one: int) -> int:
+        """Of the batch, which tell as much as so many of one request."""
+        return max(math.ceil(of_one / self._measures.num_active), min(of_one, _FEWEST_ROUNDS))
 
     @property
     def _trial(self) -> _Trial:
@@ -137,7 +143,7 @@ class Trials:
         """How long, for it does not pay."""
         rest = trial.next_rest
         trial.next_rest = min(rest * (4 if is_hopeless else 2), _LONGEST_REST)
-        trial.judge_after, trial.compared_at = _PROBE, 0
+        trial.judge_after, trial.compared_at = self._rounds(_PROBE), 0
         self._measures.measure_anew(Way.PLAIN)
         self._measures.measure_anew(trial.way)
         return rest
@@ -158,13 +164,13 @@ class Trials:
         trial.num_in_way += 1
         other = Way.DRAFTED if trial.way is Way.PREPARED else Way.PREPARED
         if trial.is_trying:
-            if measures.of_way(trial.way).num_rounds < _TRY_ROUNDS:
+            if measures.of_way(trial.way).num_rounds < self._rounds(_TRY_ROUNDS):
                 return
             if measures.of_way(trial.way).value > measures.of_way(other).value:
                 trial.untried, trial.compared_at = _TRY_AGAIN_AFTER, 0
                 trial.take(trial.way, is_trying=False)
             else:
-                trial.untried = min(trial.untried * 2, _LONGEST_UNTRIED)
+                trial.untried = min(max(trial.untried * 2, _TRY_ROUNDS), _LONGEST_UNTRIED)
                 trial.take(other, is_trying=False)
         elif trial.num_in_way >= trial.untried and not self.is_on_trial and self._may_be_faster(other):
             measures.measure_anew(other)

@@ -86,7 +86,7 @@ def test_speculation_that_may_only_have_been_unlucky_goes_on() -> None:
 
 
 def test_what_is_left_of_a_rest_when_a_request_ends_is_for_the_next() -> None:
-    measures = measured(round_ms=60)
+    measures = measured(step=20.0, round_ms=60)  # drafting after the outcome promises nothing
     planner = online_planner(measures)
     assert planner.rest_rounds() == 8
     planner.goes_on_resting(7)
@@ -166,7 +166,7 @@ def test_where_both_ways_are_slower_than_plain_decoding_speculation_rests() -> N
         num_speculated += 1
         way = Way.PREPARED if planner.prepares() else Way.DRAFTED
         ways.add(way)
-        measures.add_round(tokens=2, ns=60 * MS, way=way)
+        measures.add_round(tokens=2, ns=(60 if way is Way.PREPARED else 66) * MS, way=way)
     assert ways == {Way.PREPARED, Way.DRAFTED}
     assert num_plain > 5 * num_speculated
 
@@ -201,10 +201,25 @@ def test_a_batch_whose_rows_cost_more_than_they_can_win_is_not_tried_at_first() 
 def test_in_a_batch_few_rounds_are_enough_for_a_verdict() -> None:
     rests = []
     for num_active in (1, 12):
-        measures = measured(row=0.1)
+        measures = measured(step=20.0, row=0.1)
         measures.num_active = num_active
         planner = online_planner(measures)
+        measures.measure_anew(Way.PREPARED)
         for _ in range(10):  # 0.9 of plain decoding
-            measures.add_round(tokens=1, ns=measures.target.predict_ns(num_active) / 0.9, way=Way.PREPARED)
+            ns = measures.target.predict_ns(num_active) / 0.9
+            measures.add_round(tokens=1, ns=ns, way=Way.PREPARED)
         rests.append(planner.rest_rounds())
-    assert rests[1] == 8
+    assert rests == [0, 8]
+
+
+def test_in_a_batch_the_faster_way_is_found_in_few_rounds() -> None:
+    measures = measured(row=0.1)
+    planner = online_planner(measures)
+    measures.num_active = 16
+    num_prepared = []
+    for _ in range(30):
+        planner.rest_rounds()
+        num_prepared.append(planner.prepares())
+        way, ms = (Way.PREPARED, 42) if planner.prepares() else (Way.DRAFTED, 36)
+        measures.add_round(tokens=2, ns=ms * MS, way=way)
+    assert num_prepared == [True] * 5 + [False] * 25
