@@ -55,6 +55,8 @@ class DraftRequest:
     source: ProposalSource = ProposalSource.DRAFT
     ready_length: int = 0
     """Drafted tokens that were ready when the outcome came."""
+    growing: Anchor | None = None
+    """The root, while the proposal that the target waits for is drafted."""
     branches: list[Anchor] = field(default_factory=list)
     """The predicted outcomes that are being continued."""
     text: NgramIndex | None = None
@@ -90,9 +92,18 @@ class DraftRequest:
     def next_round(self) -> None:
         """The outcome is known: what was planned for the round before is over."""
         self.round_id += 1
+        self.growing = None
         self.branches = []
         self.pending = []
         self.submitted = []
+
+    def grow_proposal(self, depth: int) -> Anchor:
+        """What the proposal of the round grows below, with what was worked out in the steps before."""
+        if self.growing is None:
+            self.growing = Anchor(self.tree.root, depth)
+        # The first step reads committed tokens, too, and then forgets them.
+        self.growing.node = self.tree.root
+        return self.growing
 
     def useful_depth(self, committed_len: int, *, depth: int, max_position: int | None) -> int:
         """Tokens worth proposing behind `committed_len` committed ones.

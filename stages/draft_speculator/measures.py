@@ -1,7 +1,7 @@
 """What the speculator measures as it runs: times, acceptance, and the speed of the whole engine.
 
 Knows nothing of trees or messages; the stage feeds it. Speeds are kept apart by the size of the batch (one
-request, two or three, four to seven, and so on): what pays for one request need not pay for many.
+request, two, three or four, five to eight, and so on): what pays for one request need not pay for many.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Measures:
 
     @property
     def batch_class(self) -> int:
-        """Batch sizes of one class are held to be alike."""
-        return self.num_active.bit_length()
+        """Sizes of one class are held to be alike: a full batch, of a power of two, and one nearly full."""
+        return (self.num_active - 1).bit_length()
 
     @property
     def _pace(self) -> Pace:

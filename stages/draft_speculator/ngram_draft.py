@@ -52,19 +52,25 @@ class NgramIndex:
         self._tokens: list[int] = []
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
         """n-gram -> follower -> count; dicts keep the order in which followers were last seen."""
+        self._num_indexed = 0
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Committed tokens indexed so far."""
+        """Committed tokens."""
         return self._tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """More committed tokens."""
-        for token in token_ids:
-            for size in range(_MIN_NGRAM, min(MAX_NGRAM, len(self._tokens)) + 1):
-                followers = self._followers.setdefault(tuple(self._tokens[-size:]), {})
+        """More committed tokens. Indexed by `catch_up`, or when something is looked up."""
+        self._tokens += token_ids
+
+    def catch_up(self) -> None:
+        """Index what was appended."""
+        for end in range(self._num_indexed, len(self._tokens)):
+            token, before = self._tokens[end], tuple(self._tokens[max(end - MAX_NGRAM, 0) : end])
+            for start in range(len(before)):
+                followers = self._followers.setdefault(before[start:], {})
                 followers[token] = followers.pop(token, 0) + 1
-            self._tokens.append(token)
+        self._num_indexed = len(self._tokens)
 
     def tail(self, count: int) -> list[int]:
         """The last `count` committed tokens."""
@@ -79,6 +85,7 @@ class NgramIndex:
 
     def _match(self, context: Sequence[int]) -> tuple[dict[int, int], int]:
         """`followers`, and the length of the suffix."""
+        self.catch_up()
         for size in range(min(MAX_NGRAM, len(context)), _MIN_NGRAM - 1, -1):
             found = self._followers.get(tuple(context[-size:]))
             if found is not None:

@@ -124,6 +124,8 @@ class OnlinePlanner(Planner):
         self._trials = Trials(measures, depth=shape.depth, can_prepare=budget > 0)
         self._branch_rows = 1.0
         """Mean rows of the branch steps, a request."""
+        self._figures: PlanFigures | None = None
+        """Of this round: the same for all its requests."""
 
     def log_value(self, log_prob: float) -> float:
         """The learned chance of acceptance."""
@@ -179,12 +181,13 @@ class OnlinePlanner(Planner):
         if not self.measures.is_known:
             return super().keep(entries, other_rows=other_rows)
         measures = self.measures
+        price = measures.price
         likeliest = sorted(range(len(entries)), key=lambda index: -entries[index].log_value)
-        alone_ns = measures.target.predict_ns(other_rows + 1)
+        times_ns = measures.target.predict_up_to(len(entries) + 1, beside=other_rows)
         count, best_gain, won = min(int(self._trials.is_on_trial), len(entries)), 0.0, 0.0
         for rows, index in enumerate(likeliest, start=1):
             won += math.exp(entries[index].log_value)
-            gain = won - measures.price * (measures.target.predict_ns(other_rows + 1 + rows) - alone_ns)
+            gain = won - price * (times_ns[rows] - times_ns[0])
             if gain > best_gain:
                 count, best_gain = rows, gain
         # A parent is at least as likely as its child and stands before it, so it is kept as well.
@@ -222,6 +225,7 @@ class OnlinePlanner(Planner):
 
     def rest_rounds(self) -> int:
         """0 where speculation pays or is on trial."""
+        self._figures = None
         return self._trials.rest_rounds()
 
     def goes_on_resting(self, rounds: int) -> None:
@@ -229,9 +233,11 @@ class OnlinePlanner(Planner):
         self._trials.goes_on_resting(rounds)
 
     def figures(self) -> PlanFigures | None:
-        """The measures."""
-        num_branches = self.num_branches() if self.prepares() else 0
-        return self.measures.figures(way=self._trials.way, num_branches=num_branches)
+        """The measures, as they are when first asked for in a round."""
+        if self._figures is None:
+            num_branches = self.num_branches() if self.prepares() else 0
+            self._figures = self.measures.figures(way=self._trials.way, num_branches=num_branches)
+        return self._figures
 
 
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:

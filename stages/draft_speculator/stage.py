@@ -86,6 +86,8 @@ class DraftSpeculator(Stage):
         )
         self._requests: dict[str, DraftRequest] = {}
         self._is_turn_of_reading = True
+        self._choosing_ns = 0
+        """How long it took to choose what the next step reads."""
         self._left_behind: list[object] = []
         """What outcomes made untrue. To free it takes longer than to answer one, so that waits."""
 
@@ -296,6 +298,8 @@ class DraftSpeculator(Stage):
             return False
         if self._backup is not Backup.auto:
             return self._backup is Backup.sequential
+        if not self._planner.prepares():
+            return True  # it was found to be worth it, for all of them
         return self._planner.pays_to_wait(
             [self._proposals.look_up(r, self._useful_depth(r, r.tree.committed_len)) for r in missed]
         )
@@ -340,10 +344,10 @@ class DraftSpeculator(Stage):
         for the end of the other.
         """
         if drafting := self._in_phase(Phase.DRAFTING):
-            self._reader.step(SpanKind.DRAFT, drafting)
+            self._reader.step(SpanKind.DRAFT, drafting, choosing_ns=self._choosing_ns)
             self._draft(drafting)
             return True
-        self._left_behind.clear()
+        self._tidy_up()
         reading = self._in_phase(Phase.READING)
         if not (reading and self._is_turn_of_reading) and self._prepare():
             self._is_turn_of_reading = True
@@ -357,6 +361,13 @@ class DraftSpeculator(Stage):
                     request.phase = Phase.GLUING if can_prepare else Phase.IDLE
         return bool(reading)
 
+    def _tidy_up(self) -> None:
+        """What outcomes left to do, and nobody waits for."""
+        self._left_behind.clear()
+        for request in self._requests.values():
+            if request.text is not None:
+                request.text.catch_up()
+
     def _prepare(self) -> bool:
         """One step towards the coming outcomes; whether there was one to take."""
         if gluing := self._in_phase(Phase.GLUING):
@@ -368,7 +379,7 @@ class DraftSpeculator(Stage):
         if branching := self._in_phase(Phase.BRANCHING):
             branching = self._choose_branches(branching)
             if branching:
-                self._reader.step(SpanKind.BRANCH, branching)
+                self._reader.step(SpanKind.BRANCH, branching, choosing_ns=self._choosing_ns)
             return bool(branching)
         return False
 
@@ -389,9 +400,7 @@ class DraftSpeculator(Stage):
         anchors: list[list[Anchor]] = []
         for request in requests:
             useful = self._useful_depth(request, request.tree.committed_len)
-            anchors.append(
-                [Anchor(request.tree.root, useful)] if useful > 0 and request.steps_left > 0 else []
-            )
+            anchors.append([request.grow_proposal(useful)] if useful > 0 and request.steps_left > 0 else [])
         self._choose_reads(requests, anchors, self._planner.waiting_reads)
         for request, below in zip(requests, anchors, strict=True):
             if request.pending:
@@ -433,6 +442,7 @@ class DraftSpeculator(Stage):
 
         count_reads: from the log values of what each could read to how many it does.
         """
+        start_ns = time.monotonic_ns()
         valuation = self._planner.log_value
         unread = [
             find_unread(request.tree, below, self._shape, valuation=valuation)
@@ -443,6 +453,7 @@ class DraftSpeculator(Stage):
             tree = request.tree
             pending = add_unread(tree, below, nodes[:count], room=self._room(tree))
             request.pending = pending if any(self._reader.is_readable(tree, node) for node in pending) else []
+        self._choosing_ns = time.monotonic_ns() - start_ns
 
     def _propose(self, request: DraftRequest, entries: list[Entry], *, useful: int) -> None:
         """Send a proposal of at most `useful` levels, and go on to what comes after it."""

@@ -51,10 +51,10 @@ class TimeModel:
         """Expected time of `rows` rows; 0 before anything was seen."""
         return self._predict_ns(rows, self.slope_ns)
 
-    def predict_up_to(self, rows: int) -> list[float]:
-        """`predict_ns` of 1, 2, ... `rows` rows."""
+    def predict_up_to(self, rows: int, *, beside: int = 0) -> list[float]:
+        """`predict_ns` of 1, 2, ... `rows` rows, each time beside so many others."""
         slope = self.slope_ns
-        return [self._predict_ns(count, slope) for count in range(1, rows + 1)]
+        return [self._predict_ns(beside + count, slope) for count in range(1, rows + 1)]
 
     def _predict_ns(self, rows: int, slope: float) -> float:
         weight, step = self._steps.get(rows, (0.0, 0.0))

@@ -222,4 +222,4 @@ def test_in_a_batch_the_faster_way_is_found_in_few_rounds() -> None:
         num_prepared.append(planner.prepares())
         way, ms = (Way.PREPARED, 42) if planner.prepares() else (Way.DRAFTED, 36)
         measures.add_round(tokens=2, ns=ms * MS, way=way)
-    assert num_prepared == [True] * 5 + [False] * 25
+    assert num_prepared == [True] * 4 + [False] * 26
