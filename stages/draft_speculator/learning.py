@@ -63,6 +63,7 @@ class RoundTally:
             return  # a stray message
         measures = self._measures
         measures.num_active = self._num_requests
+        measures.reads_prompts = outcome.compute_ns == 0
         if outcome.compute_ns > 0 and self._last_decided_ns:
             measures.target.add(outcome.num_rows, outcome.compute_ns)
             if self._ways != {Way.PLAIN}:

@@ -118,6 +118,8 @@ class Measures:
         self._turnaround_ns = 0.0
         self.num_active = 1
         """Requests that share the coming round."""
+        self.reads_prompts = False
+        """Whether the last forward read parts of prompts, as the next one is likely to."""
 
     @property
     def batch_class(self) -> int:

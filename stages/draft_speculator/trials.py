@@ -3,7 +3,8 @@
 Where speculation is slower than plain decoding it rests, and tries again later; where it pays, it rests now
 and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises as
 much as prepared outcomes give, it is tried as well, and the faster way is the usual one from then on: many
-requests at once can keep the draft so busy that what it prepares comes too late.
+requests at once can keep the draft so busy that what it prepares comes too late. Nothing is tried while
+prompts of others are read.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Trials:
         measures = self._measures
         if self._is_in_vain(trial):
             return self._rest(trial, is_hopeless=True)
+        if measures.reads_prompts and measures.num_active > 1 and self.is_on_trial:
+            return 1  # nothing can be measured, and whoever waits for a first token waits for all rows
         if not measures.is_known:
             return 0
         if self._can_prepare:

@@ -223,3 +223,15 @@ def test_in_a_batch_the_faster_way_is_found_in_few_rounds() -> None:
         way, ms = (Way.PREPARED, 42) if planner.prepares() else (Way.DRAFTED, 36)
         measures.add_round(tokens=2, ns=ms * MS, way=way)
     assert num_prepared == [True] * 4 + [False] * 26
+
+
+@pytest.mark.parametrize(("num_active", "rest"), [(1, 0), (4, 1)])
+def test_nothing_is_tried_while_prompts_of_others_are_read(num_active: int, rest: int) -> None:
+    measures = measured()
+    measures.num_active, measures.reads_prompts = num_active, True
+    measures.measure_anew(Way.PREPARED)
+    planner = online_planner(measures)
+    assert _rest(planner) == rest
+    for _ in range(12):
+        measures.add_round(tokens=2, ns=20 * MS, way=Way.PREPARED)
+    assert _rest(planner) == 0, "it was found to pay"
