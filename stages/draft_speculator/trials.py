@@ -1,8 +1,8 @@
 """Whether to speculate, and whether outcomes are prepared: decided by trying it, for batches of each size.
 
 Where speculation is slower than plain decoding it rests, and tries again later; where it pays, it rests now
-and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises as
-much as prepared outcomes give, it is tried as well, and the faster way is the usual one from then on: many
+and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises more
+than prepared outcomes give, it is tried as well, and the faster way is the usual one from then on: many
 requests at once can keep the draft so busy that what it prepares comes too late. Nothing is tried while
 prompts of others are read.
 """
@@ -33,8 +33,6 @@ _FEWEST_ROUNDS = 4
 """Of a batch, whose requests together tell as much in fewer rounds."""
 _TRY_AGAIN_AFTER, _LONGEST_UNTRIED = 64, 1024
 """Rounds before it is, after a change; twice as many after each time in a row it was slower."""
-_TRY_ABOVE = 0.9
-"""Of the speed with prepared outcomes: what drafting after the outcome has to promise."""
 
 
 @dataclass(slots=True)
@@ -185,6 +183,4 @@ class Trials:
             return True
         measures = self._measures
         promised = measures.promised_rate(self._depth, step_ns=measures.step.predict_ns(measures.num_active))
-        return promised > max(
-            _TRY_ABOVE * measures.of_way(Way.PREPARED).value, _REST_BELOW * measures.plain_rate
-        )
+        return promised > max(measures.of_way(Way.PREPARED).value, _REST_BELOW * measures.plain_rate)

@@ -142,16 +142,16 @@ def test_outcomes_are_prepared_where_that_is_faster_and_not_where_it_is_slower()
 
 
 def test_what_was_tried_and_is_slower_is_tried_ever_more_seldom() -> None:
-    planner = online_planner(measured(round_ms=30))
-    # 1.75 tokens in 28 ms are promised, which is more than 0.9 of 2 in 30.
-    shares = [_share_prepared(planner, 500, prepared_ms=30, drafted_ms=36) for _ in range(3)]
+    planner = online_planner(measured(round_ms=33))
+    # 1.75 tokens in 28 ms are promised, which is more than 2 in 33.
+    shares = [_share_prepared(planner, 500, prepared_ms=33, drafted_ms=36) for _ in range(3)]
     assert 0.75 < shares[0] < shares[1] <= shares[2]
     assert shares[2] > 0.95
 
 
 def test_drafting_after_the_outcome_is_not_tried_where_it_promises_little() -> None:
     measures = measured(step=8.0, row=0.5)
-    assert measures.promised_rate(6, step_ns=8 * MS) < 0.9 * measures.of_way(Way.PREPARED).value
+    assert measures.promised_rate(6, step_ns=8 * MS) < measures.of_way(Way.PREPARED).value
     assert _share_prepared(online_planner(measures), 1000, prepared_ms=25, drafted_ms=40) == 1
 
 
