@@ -152,10 +152,12 @@ class Trials:
     def _is_in_vain(self, trial: _Trial) -> bool:
         """Whether a trial that would begin now cannot show a gain, even if the target never had to wait.
 
+        Asked for batches only: a single request loses little by it, and may gain by tokens that are looked up.
         The figures may be old or of other batches: from the longest rest on it is tried all the same.
         """
         measures = self._measures
-        if self._num_speculated > 0 or trial.next_rest == _LONGEST_REST or not measures.target.is_known:
+        is_begun = self._num_speculated > 0 or trial.next_rest == _LONGEST_REST
+        if is_begun or measures.num_active == 1 or not measures.target.is_known:
             return False
         return measures.promised_rate(self._depth, step_ns=0.0) < _REST_BELOW * measures.plain_rate
 

@@ -198,6 +198,12 @@ def test_a_batch_whose_rows_cost_more_than_they_can_win_is_not_tried_at_first() 
     assert _rest(planner) == 256
 
 
+def test_a_single_request_is_tried_whatever_is_promised() -> None:
+    planner = online_planner(measured(tokens=1, round_ms=30))
+    assert _rest(planner) == 8
+    assert planner.rest_rounds() == 0, "looked-up tokens may be right where the draft never is"
+
+
 def test_in_a_batch_few_rounds_are_enough_for_a_verdict() -> None:
     rests = []
     for num_active in (1, 12):
