@@ -1,10 +1,10 @@
 """Whether to speculate, and whether outcomes are prepared: decided by trying it, for batches of each size.
 
 Where speculation is slower than plain decoding it rests, and tries again later; where it pays, it rests now
-and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises more
-than prepared outcomes give, it is tried as well, and the faster way is the usual one from then on: many
-requests at once can keep the draft so busy that what it prepares comes too late. Nothing is tried while
-prompts of others are read.
+and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises
+more than prepared outcomes give, it is tried as well, and the faster way is the usual one from then on:
+many requests at once can keep the draft so busy that what it prepares comes too late. Nothing is tried
+while prompts of others are read.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Trials:
     def _is_in_vain(self, trial: _Trial) -> bool:
         """Whether a trial that would begin now cannot show a gain, even if the target never had to wait.
 
-        Asked for batches only: a single request loses little by it, and may gain by tokens that are looked up.
+        Asked for batches only: a single request loses little, and may gain by tokens that are looked up.
         The figures may be old or of other batches: from the longest rest on it is tried all the same.
         """
         measures = self._measures
