@@ -90,10 +90,10 @@ class PagePool:
 
     def _choose(self, count: int, *, after: int | None, span: int) -> list[int]:
         if after is not None:
-            following = self._cost(slice(after + 1, after + 1 + count))
-            if len(following) == count and following.max() < _CLAIMED:
-                return list(range(after + 1, after + 1 + count))
-        cost = self._cost(slice(None))
+            following = range(after + 1, after + 1 + count)
+            if following.stop <= self.num_pages and not any(self._is_taken(page) for page in following):
+                return list(following)
+        cost = self._cost()
         for length, limit in ((span, _CLAIMED), (count, _CLAIMED), (count, _HELD)):
             first = _cheapest_run(cost, length)
             if first is not None and cost[first : first + length].max() < limit:
@@ -101,10 +101,13 @@ class PagePool:
         chosen: list[int] = np.argsort(cost, kind="stable")[:count].tolist()
         return sorted(chosen)
 
-    def _cost(self, pages: slice) -> NDArray[np.int64]:
-        """What it costs to take each of these pages."""
-        dear = self._last_used[pages] + _CLAIMED * (self._claims[pages] > 0)
-        return np.where(self._holders[pages] > 0, _HELD, dear)
+    def _is_taken(self, page: int) -> bool:
+        return bool(self._holders[page] > 0 or self._claims[page] > 0)
+
+    def _cost(self) -> NDArray[np.int64]:
+        """What it costs to take each page."""
+        dear = self._last_used + _CLAIMED * (self._claims > 0)
+        return np.where(self._holders > 0, _HELD, dear)
 
 
 def _cheapest_run(cost: NDArray[np.int64], length: int) -> int | None:
