@@ -12,6 +12,8 @@ _PRIOR = (-0.2, 0.85)
 _PRIOR_WEIGHT = (4.0, 8.0)
 _OFFSETS, _SLOPES = (-6.0, 4.0), (0.1, 2.0)
 """Bounds of the two parameters."""
+_MOST_VALUES = 10_000
+"""Kept between observations, which may be far apart."""
 
 
 class Calibration:
@@ -24,10 +26,18 @@ class Calibration:
         self._offset, self._slope = _PRIOR
         self._curvature = [_PRIOR_WEIGHT[0], 0.0, _PRIOR_WEIGHT[1]]
         """The symmetric matrix [[a, b], [b, c]]."""
+        self._values: dict[float, float] = {}
+        """What `log_value` said since the last observation: every step of a draft asks for the same nodes."""
 
     def log_value(self, log_prob: float) -> float:
-        """Log of the probability of acceptance for a token of this log-probability."""
-        return -_softplus(-(self._offset + self._slope * _logit(log_prob)))
+        """Log of the probability of acceptance for a token of this log-probability. Rises with it."""
+        value = self._values.get(log_prob)
+        if value is None:
+            if len(self._values) >= _MOST_VALUES:
+                self._values.clear()
+            value = -_softplus(-(self._offset + self._slope * _logit(log_prob)))
+            self._values[log_prob] = value
+        return value
 
     def add(self, log_prob: float, *, is_accepted: bool) -> None:
         """The target reached the parent of such a node, and took it or did not."""
@@ -43,6 +53,7 @@ class Calibration:
         determinant = a * c - b * b
         self._offset = _clamped(self._offset + (c - b * x) * error / determinant, _OFFSETS)
         self._slope = _clamped(self._slope + (a * x - b) * error / determinant, _SLOPES)
+        self._values.clear()
 
 
 def _logit(log_prob: float) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -53,14 +53,15 @@ class Shape:
         widths = tuple(tree.widths or [1] * depth)
         return cls(depth=depth, widths=widths, most_children=max(widths), num_nodes=num_nodes, rows=rows)
 
+    def as_chain(self) -> Shape:
+        """One child a node, as deep."""
+        depth = min(self.depth, self.num_nodes)
+        return replace(self, depth=depth, widths=(1,) * depth, most_children=1, num_nodes=depth)
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has more than one child."""
         return self.widths is not None and self.most_children == 1
-
-    def width(self, depth: int) -> int:
-        """Children of a node at this depth that are considered."""
-        return self.widths[depth] if self.widths else self.most_children
 
 
 Valuation = Callable[[float], float]
@@ -120,27 +121,67 @@ def select(
         children = tree.children()
     if shape.is_chain:
         return _select_chain(tree, anchor, min(limit, shape.num_nodes), valuation, children)
+    if shape.widths is None:
+        return _select_best(tree, anchor, shape, limit, valuation, children)
     entries: list[Entry] = []
-    queue: list[tuple[float, int, Entry]] = []
+    parents: list[tuple[int, int, float]] = [(-1, anchor, 0.0)]
+    for level in range(limit):
+        first = len(entries)
+        for index, node, log_value in parents:
+            following = tree.next_tokens[node]
+            ranked = following.ranked(shape.widths[level]) if following is not None else []
+            for token, log_prob in ranked[: shape.num_nodes - len(entries)]:
+                path = log_value + valuation(log_prob)
+                entries.append(Entry(index, token, log_prob, path, level + 1, children.get((node, token))))
+        parents = [
+            (index, entry.node, entry.log_value)
+            for index, entry in enumerate(entries[first:], start=first)
+            if entry.node is not None
+        ]
+    return entries
+
+
+def _select_best(
+    tree: DraftTree,
+    anchor: int,
+    shape: Shape,
+    limit: int,
+    valuation: Valuation,
+    children: dict[tuple[int, int], int],
+) -> list[Entry]:
+    """`select`, best first. limit: most levels.
+
+    A token is looked at when the one that is ranked before it has been taken: valuations keep the order.
+    """
+    entries: list[Entry] = []
+    queue: list[tuple[float, int, int, int, float, int, list[tuple[int, float]], int]] = []
     num_queued = 0
-    node, index, log_value, level = anchor, -1, 0.0, 0
-    while True:
-        following = tree.next_tokens[node] if level < limit else None
+
+    def look_at(
+        ranked: list[tuple[int, float]], rank: int, index: int, node: int, base: float, depth: int
+    ) -> None:
+        nonlocal num_queued
+        if rank < len(ranked):
+            log_value = base + valuation(ranked[rank][1])
+            # Ties keep the order in which they came.
+            heapq.heappush(queue, (-log_value, num_queued, index, node, base, depth, ranked, rank))
+            num_queued += 1
+
+    def look_below(index: int, node: int, log_value: float, depth: int) -> None:
+        following = tree.next_tokens[node] if depth < limit else None
         if following is not None:
-            for token, token_log_prob in following.ranked(shape.width(level)):
-                path = log_value + valuation(token_log_prob)
-                entry = Entry(index, token, token_log_prob, path, level + 1, children.get((node, token)))
-                # Fixed widths go level by level. Ties keep the order in which they came.
-                heapq.heappush(queue, (float(level) if shape.widths else -path, num_queued, entry))
-                num_queued += 1
-        while queue and len(entries) < shape.num_nodes:
-            entry = heapq.heappop(queue)[2]
-            entries.append(entry)
-            if entry.node is not None:
-                break
-        else:
-            return entries
-        node, index, log_value, level = entry.node, len(entries) - 1, entry.log_value, entry.depth
+            look_at(following.ranked(shape.most_children), 0, index, node, log_value, depth)
+
+    look_below(-1, anchor, 0.0, 0)
+    while queue and len(entries) < shape.num_nodes:
+        value, _, index, node, base, depth, ranked, rank = heapq.heappop(queue)
+        token, log_prob = ranked[rank]
+        child = children.get((node, token))
+        entries.append(Entry(index, token, log_prob, -value, depth + 1, child))
+        look_at(ranked, rank + 1, index, node, base, depth)
+        if child is not None:
+            look_below(len(entries) - 1, child, -value, depth + 1)
+    return entries
 
 
 def _select_chain(

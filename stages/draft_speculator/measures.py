@@ -6,7 +6,7 @@ request, two, three or four, five to eight, and so on): what pays for one reques
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from enum import Enum
 
@@ -114,7 +114,8 @@ class Measures:
         self._acceptance = Ratio(0.5)
         self.hits = Ratio(0.5)
         """How often something was ready for an outcome."""
-        self._paces: dict[int, Pace] = {}
+        self._paces: defaultdict[int, Pace] = defaultdict(Pace)
+        """By class of batch."""
         self._turnaround_ns = 0.0
         self.num_active = 1
         """Requests that share the coming round."""
@@ -128,7 +129,7 @@ class Measures:
 
     @property
     def _pace(self) -> Pace:
-        return self._paces.setdefault(self.batch_class, Pace())
+        return self._paces[self.batch_class]
 
     @property
     def is_known(self) -> bool:

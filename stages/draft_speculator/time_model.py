@@ -33,6 +33,8 @@ class TimeModel:
         self._count = 0
         self._steps: dict[int, tuple[float, float]] = {}
         """rows -> (weight, weighted mean of what the line misses)."""
+        self._predicted: dict[int, float] = {}
+        """rows -> what `predict_ns` said, until the next forward is added."""
 
     @property
     def is_known(self) -> bool:
@@ -49,17 +51,16 @@ class TimeModel:
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of `rows` rows; 0 before anything was seen."""
-        return self._predict_ns(rows, self.slope_ns)
+        predicted = self._predicted.get(rows)
+        if predicted is None:
+            weight, step = self._steps.get(rows, (0.0, 0.0))
+            expected = self._on_line_ns(rows) + step * weight / (weight + _STEP_WEIGHT)
+            predicted = self._predicted[rows] = max(expected, _LEAST * self._ns)
+        return predicted
 
     def predict_up_to(self, rows: int, *, beside: int = 0) -> list[float]:
         """`predict_ns` of 1, 2, ... `rows` rows, each time beside so many others."""
-        slope = self.slope_ns
-        return [self._predict_ns(beside + count, slope) for count in range(1, rows + 1)]
-
-    def _predict_ns(self, rows: int, slope: float) -> float:
-        weight, step = self._steps.get(rows, (0.0, 0.0))
-        expected = self._ns + slope * (rows - self._rows) + step * weight / (weight + _STEP_WEIGHT)
-        return max(expected, _LEAST * self._ns)
+        return [self.predict_ns(count) for count in range(beside + 1, beside + rows + 1)]
 
     def _on_line_ns(self, rows: float) -> float:
         return self._ns + self.slope_ns * (rows - self._rows)
@@ -68,6 +69,7 @@ class TimeModel:
         """A forward of `rows` rows took `ns`."""
         if self.is_known:
             ns = min(ns, _OUTLIER * self.predict_ns(rows))
+        self._predicted.clear()
         self._count += 1
         self._weight = self._weight * _DECAY + 1
         share = 1 / self._weight

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+
+import pytest
 
 from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.draft_tree import DraftTree
@@ -97,6 +100,32 @@ def test_best_first_takes_the_likeliest_paths() -> None:
     assert [round(math.exp(entry.log_value), 2) for entry in entries] == [0.6, 0.3, 0.3, 0.3, 0.27]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_best_first_takes_the_likeliest_of_all_nodes_whose_parents_are_read(seed: int) -> None:
+    draw, tree = random.Random(seed), DraftTree([50])
+    values: dict[tuple[int, ...], float] = {}
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    while unread := [path for path, node in nodes.items() if not tree.is_read[node]]:
+        for path in unread:
+            law = sorted((draw.random() for _ in range(4)), reverse=True)
+            tree.is_read[nodes[path]] = True
+            tree.next_tokens[nodes[path]] = Law({token: p / 4 for token, p in enumerate(law)})
+            for token, p in enumerate(law):
+                values[*path, token] = values.get(path, 0.0) + 2 * math.log(p / 4) - 1
+                if len(path) < 3 and draw.random() < 0.4:
+                    nodes[*path, token] = tree.add(token, nodes[path])
+    shape = Shape.of(SpeculationConfig(depth=3, tree=TreeConfig(nodes=12)))
+    entries = select(tree, 0, shape, depth=3, valuation=lambda log_prob: 2 * log_prob - 1)
+    paths: list[tuple[int, ...]] = []
+    for entry in entries:
+        path = (*(paths[entry.parent] if entry.parent >= 0 else ()), entry.token_id)
+        assert entry.node == nodes.get(path)
+        assert entry.log_value == pytest.approx(values[path])
+        paths.append(path)
+    within = [path for path in values if len(path) <= 3]
+    assert paths == sorted(within, key=lambda path: -values[path])[:12]
+
+
 def test_no_more_levels_than_the_request_can_use() -> None:
     tree, shape = _tree(), _shape(nodes=5)
     assert _grown(tree, [Anchor(0, 1)], shape) == []
@@ -151,9 +180,9 @@ def test_settling_adds_what_is_not_in_the_tree_and_keeps_parents_first() -> None
 
 
 def test_a_chain_is_selected_as_a_tree_of_width_one_is():
-    """The short way for chains gives what the queue gives, read or not, and under any valuation."""
+    """The short way for chains gives what fixed widths give, read or not, and under any valuation."""
     chain = _shape()
-    queued = replace(chain, most_children=2)  # no chain by this number, so it takes the long way
+    by_level = replace(chain, most_children=2)  # no chain by this number, so it takes the long way
     tree = _tree()
     for nodes in ([], [1], [2]):
         _read(tree, nodes)
@@ -161,7 +190,7 @@ def test_a_chain_is_selected_as_a_tree_of_width_one_is():
             for valuation in (lambda log_prob: log_prob, lambda log_prob: 2 * log_prob - 1):
                 short, long = (
                     select(tree, tree.root, shape, depth=depth, valuation=valuation)
-                    for shape in (chain, queued)
+                    for shape in (chain, by_level)
                 )
                 assert short == long
         settle(tree, tree.root, select(tree, tree.root, chain, depth=3))

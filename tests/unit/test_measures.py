@@ -69,6 +69,16 @@ def test_calibration_takes_every_log_probability(log_prob: float) -> None:
     assert -20 < calibration.log_value(log_prob) <= 0
 
 
+def test_calibration_has_nothing_to_say_of_before_an_observation() -> None:
+    calibration, log_prob = Calibration(), math.log(0.4)
+    values = [calibration.log_value(log_prob)]
+    for _ in range(3):
+        calibration.add(log_prob, is_accepted=False)
+        values.append(calibration.log_value(log_prob))
+    assert values == sorted(set(values), reverse=True)
+    assert calibration.log_value(math.log(0.3)) < values[-1] < calibration.log_value(math.log(0.5))
+
+
 def test_calibration_learns_of_a_draft_that_is_never_right() -> None:
     calibration = Calibration()
     for _ in range(200):
