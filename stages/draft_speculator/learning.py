@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pipeline.messages import Outcome
-from stages.draft_speculator.draft_request import DraftRequest
+from stages.draft_speculator.draft_request import DraftRequest, Submitted
 from stages.draft_speculator.measures import Measures, Way
 
 
-def learn_acceptance(measures: Measures, request: DraftRequest, outcome: Outcome) -> None:
-    """Count what became of the submitted proposal, before the tree is rerooted."""
-    tree = request.tree
-    parents = tree.proposal_parents()
-    path = {-1, outcome.accepted_node}
-    node = outcome.accepted_node
-    while node >= 0:
-        path.add(node)
-        node = parents[node]
-    has_children = {parent for parent in parents if parent in path}
-    for parent in has_children:
-        measures.add_continuation(was_accepted=parent != outcome.accepted_node)
-    for index, (parent, submitted) in enumerate(zip(parents, request.submitted, strict=True)):
-        if parent not in path:
-            continue
-        is_accepted = index in path
-        if submitted.log_prob is not None:
-            measures.calibration.add(submitted.log_prob, is_accepted=is_accepted)
-        elif submitted.matched:
-            measures.look_up[submitted.matched].add(is_accepted)
+class Verdict(NamedTuple):
+    """What became of a proposal."""
+
+    parents: list[int]
+    """Of its nodes, as in the message."""
+    submitted: list[Submitted]
+    """Why they were in it."""
+    accepted_node: int
+    """The last one that the target went on to; -1 for none."""
+
+    def teach(self, measures: Measures) -> None:
+        """Count it in the figures."""
+        path = {-1, self.accepted_node}
+        node = self.accepted_node
+        while node >= 0:
+            path.add(node)
+            node = self.parents[node]
+        has_children = {parent for parent in self.parents if parent in path}
+        for parent in has_children:
+            measures.add_continuation(was_accepted=parent != self.accepted_node)
+        for index, (parent, submitted) in enumerate(zip(self.parents, self.submitted, strict=True)):
+            if parent not in path:
+                continue
+            is_accepted = index in path
+            if submitted.log_prob is not None:
+                measures.calibration.add(submitted.log_prob, is_accepted=is_accepted)
+            elif submitted.matched:
+                measures.look_up[submitted.matched].add(is_accepted)
 
 
 class RoundTally:

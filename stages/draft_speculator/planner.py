@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 from pipeline.messages import PlanFigures
 from stages.draft_speculator.growth import Entry, Shape
@@ -27,6 +28,10 @@ from stages.draft_speculator.ngram_draft import LookedUp
 from stages.draft_speculator.trials import Trials
 
 _FEWEST_BRANCHES = 4
+_MOST_TREES = 4
+"""Requests for which trees are drafted while the target waits. To choose the nodes of many takes longer, and
+their rows cost more, than is won beyond chains."""
+_VALUE = itemgetter(0)
 
 
 class Planner:
@@ -38,6 +43,11 @@ class Planner:
         self._shape = shape
         self._budget = budget
         self._min_log_prob = math.log(min_path_prob) if min_path_prob > 0 else -math.inf
+
+    @property
+    def shape(self) -> Shape:
+        """Of the proposals of the coming round."""
+        return self._shape
 
     def log_value(self, log_prob: float) -> float:
         """What a token of this log-probability, as the draft has it, counts for in the ranking of nodes."""
@@ -103,6 +113,11 @@ class Planner:
         """Whether steps are taken on a hit, too, while the target waits."""
         return False
 
+    @property
+    def rest_left(self) -> int:
+        """Rounds still to come of the rest that began last."""
+        return 0
+
     def rest_rounds(self) -> int:
         """Rounds that the whole batch decodes plainly from now on; asked once a round while nobody rests."""
         return 0
@@ -122,10 +137,17 @@ class OnlinePlanner(Planner):
         """shape and budget are the most that is ever used."""
         super().__init__(shape, measures, min_path_prob=min_path_prob, budget=budget)
         self._trials = Trials(measures, depth=shape.depth, can_prepare=budget > 0)
+        self._chain = shape.as_chain()
         self._branch_rows = 1.0
         """Mean rows of the branch steps, a request."""
         self._figures: PlanFigures | None = None
         """Of this round: the same for all its requests."""
+
+    @property
+    def shape(self) -> Shape:
+        """Chains instead of best-first trees where many requests wait for them."""
+        is_dear = self.measures.num_active > _MOST_TREES and not self.prepares()
+        return self._chain if is_dear and self._shape.widths is None else self._shape
 
     def log_value(self, log_prob: float) -> float:
         """The learned chance of acceptance."""
@@ -182,16 +204,19 @@ class OnlinePlanner(Planner):
             return super().keep(entries, other_rows=other_rows)
         measures = self.measures
         price = measures.price
-        likeliest = sorted(range(len(entries)), key=lambda index: -entries[index].log_value)
-        times_ns = measures.target.predict_up_to(len(entries) + 1, beside=other_rows)
-        count, best_gain, won = min(int(self._trials.is_on_trial), len(entries)), 0.0, 0.0
+        values = [entry.log_value for entry in entries]
+        likeliest = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        times_ns = measures.target.predict_up_to(len(values) + 1, beside=other_rows)
+        count, best_gain, won = min(int(self._trials.is_on_trial), len(values)), 0.0, 0.0
         for rows, index in enumerate(likeliest, start=1):
-            won += math.exp(entries[index].log_value)
+            won += math.exp(values[index])
             gain = won - price * (times_ns[rows] - times_ns[0])
             if gain > best_gain:
                 count, best_gain = rows, gain
         # A parent is at least as likely as its child and stands before it, so it is kept as well.
         kept = sorted(likeliest[:count])
+        if not kept or kept[-1] == count - 1:  # the first ones, as of a chain
+            return list(entries[:count])
         new_index = {old: new for new, old in enumerate(kept)}
         return [entries[old]._replace(parent=new_index.get(entries[old].parent, -1)) for old in kept]
 
@@ -223,6 +248,11 @@ class OnlinePlanner(Planner):
         """As was found to be faster."""
         return self._trials.way is Way.PREPARED
 
+    @property
+    def rest_left(self) -> int:
+        """As `goes_on_resting` had it last."""
+        return self._trials.rest_left
+
     def rest_rounds(self) -> int:
         """0 where speculation pays or is on trial."""
         self._figures = None
@@ -243,7 +273,7 @@ class OnlinePlanner(Planner):
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:
     """The nodes of all requests, best first, with the request of each; of each request at most `most`."""
     pool = [(value, request) for request, values in enumerate(log_values) for value in values[:most]]
-    pool.sort(key=lambda node: -node[0])
+    pool.sort(key=_VALUE, reverse=True)
     return pool
 
 

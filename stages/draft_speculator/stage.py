@@ -43,7 +43,7 @@ from stages.draft_speculator.draft_source import DraftSource
 from stages.draft_speculator.draft_tree import DraftTree
 from stages.draft_speculator.drawn_tokens import DrawnTokens
 from stages.draft_speculator.growth import Anchor, Entry, Shape, add_unread, find_unread, select
-from stages.draft_speculator.learning import RoundTally, learn_acceptance
+from stages.draft_speculator.learning import RoundTally, Verdict
 from stages.draft_speculator.load_source import load_source
 from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.ngram_draft import NgramIndex
@@ -88,8 +88,10 @@ class DraftSpeculator(Stage):
         self._is_turn_of_reading = True
         self._choosing_ns = 0
         """How long it took to choose what the next step reads."""
+        self._verdicts: list[Verdict] = []
+        """To learn from..."""
         self._left_behind: list[object] = []
-        """What outcomes made untrue. To free it takes longer than to answer one, so that waits."""
+        """...and what they made untrue. Both takes longer than to answer an outcome, so that comes first."""
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -176,7 +178,8 @@ class DraftSpeculator(Stage):
         self._requests[message.request_id] = request
         num_prompt, limit = len(token_ids), self._source.max_position
         if self._useful_depth(request, num_prompt + 1) > 0:
-            request.phase = Phase.READING
+            if self._is_time_to_read(request, rest_left=self._planner.rest_left):
+                request.phase = Phase.READING
         elif limit is not None and num_prompt >= limit:
             _log.warning(
                 "request %s goes on without a draft: it has %d tokens, the draft reads at most %d",
@@ -192,7 +195,7 @@ class DraftSpeculator(Stage):
             return
         tree = request.tree
         check_outcome(outcome, request)
-        learn_acceptance(self._measures, request, outcome)
+        self._verdicts.append(Verdict(tree.proposal_parents(), request.submitted, outcome.accepted_node))
         self._tally.add(request, outcome)
         if request.text is not None:
             accepted = tree.path(tree.proposal_node(outcome.accepted_node))
@@ -264,11 +267,17 @@ class DraftSpeculator(Stage):
         request.rest_left = rounds
         request.due_ns = time.monotonic_ns() + self._measures.verification_ns(len(self._requests))
         request.phase = Phase.IDLE
-        num_unread = len(request.tree.unread_committed())
-        num_chunks = math.ceil(num_unread / self._config.placement.prefill_chunk)
-        is_time = rounds < max(_ROUNDS_OF_A_CHUNK * num_chunks, 1)
-        if is_time and self._useful_depth(request, request.tree.committed_len + rounds + 1) > 0:
+        is_useful = self._useful_depth(request, request.tree.committed_len + rounds + 1) > 0
+        if is_useful and self._is_time_to_read(request, rest_left=rounds):
             request.phase = Phase.READING
+
+    def _is_time_to_read(self, request: DraftRequest, *, rest_left: int) -> bool:
+        """Whether a rest of so many rounds is over about when what is unread has been read.
+
+        Not before: others of the rest's rounds would be slowed, and it may be for nothing.
+        """
+        num_chunks = math.ceil(len(request.tree.unread_committed()) / self._config.placement.prefill_chunk)
+        return rest_left < max(_ROUNDS_OF_A_CHUNK * num_chunks, 1)
 
     def _look_up(self, request: DraftRequest) -> bool:
         """Whether something was prepared for the outcome that came."""
@@ -313,7 +322,7 @@ class DraftSpeculator(Stage):
             request.phase = Phase.READING
 
     def _select(self, tree: DraftTree, *, depth: int) -> list[Entry]:
-        return select(tree, tree.root, self._shape, depth=depth, valuation=self._planner.log_value)
+        return select(tree, tree.root, self._planner.shape, depth=depth, valuation=self._planner.log_value)
 
     def _take_plan(self, plan: Plan) -> None:
         request = self._requests.get(plan.request_id)
@@ -364,6 +373,9 @@ class DraftSpeculator(Stage):
     def _tidy_up(self) -> None:
         """What outcomes left to do, and nobody waits for."""
         self._left_behind.clear()
+        for verdict in self._verdicts:
+            verdict.teach(self._measures)
+        self._verdicts.clear()
         for request in self._requests.values():
             if request.text is not None:
                 request.text.catch_up()
@@ -443,9 +455,9 @@ class DraftSpeculator(Stage):
         count_reads: from the log values of what each could read to how many it does.
         """
         start_ns = time.monotonic_ns()
-        valuation = self._planner.log_value
+        shape, valuation = self._planner.shape, self._planner.log_value
         unread = [
-            find_unread(request.tree, below, self._shape, valuation=valuation)
+            find_unread(request.tree, below, shape, valuation=valuation)
             for request, below in zip(requests, anchors, strict=True)
         ]
         counts = count_reads([[node.log_value for node in nodes] for nodes in unread])

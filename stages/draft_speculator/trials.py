@@ -33,6 +33,9 @@ _FEWEST_ROUNDS = 4
 """Of a batch, whose requests together tell as much in fewer rounds."""
 _TRY_AGAIN_AFTER, _LONGEST_UNTRIED = 64, 1024
 """Rounds before it is, after a change; twice as many after each time in a row it was slower."""
+_PREPARE_FIRST = 4
+"""Most requests of a batch that begins with preparing outcomes. In a larger one a draft seldom gets as far
+while the target verifies as it does when it is waited for; there preparing is what is tried later."""
 
 
 @dataclass(slots=True)
@@ -73,7 +76,10 @@ class Trials:
         """The one whose rest began last."""
 
     def _new(self) -> _Trial:
-        return _Trial(Way.PREPARED if self._can_prepare else Way.DRAFTED, self._rounds(_FIRST_PROBE))
+        judge_after = self._rounds(_FIRST_PROBE)
+        if self._can_prepare and self._measures.num_active <= _PREPARE_FIRST:
+            return _Trial(Way.PREPARED, judge_after)
+        return _Trial(Way.DRAFTED, judge_after, untried=_TRY_AGAIN_AFTER)
 
     def _rounds(self, of_one: int) -> int:
         """Of the batch, which tell as much as so many of one request."""
@@ -81,7 +87,10 @@ class Trials:
 
     @property
     def _trial(self) -> _Trial:
-        return self._of_class.setdefault(self._measures.batch_class, self._new())
+        trial = self._of_class.get(self._measures.batch_class)
+        if trial is None:
+            trial = self._of_class[self._measures.batch_class] = self._new()
+        return trial
 
     @property
     def way(self) -> Way:
@@ -109,6 +118,11 @@ class Trials:
             trial.rest_left = self._judge(trial)
         self._resting = trial
         return trial.rest_left
+
+    @property
+    def rest_left(self) -> int:
+        """Rounds of the rest that began last."""
+        return self._resting.rest_left
 
     def goes_on_resting(self, rounds: int) -> None:
         """Of the rest that `rest_rounds` began so many rounds are left. Requests end before it does."""
@@ -150,7 +164,7 @@ class Trials:
         return rest
 
     def _is_in_vain(self, trial: _Trial) -> bool:
-        """Whether a trial that would begin now cannot show a gain, even if the target never had to wait.
+        """Whether a trial that would begin now cannot show a gain.
 
         Asked for batches only: a single request loses little, and may gain by tokens that are looked up.
         The figures may be old or of other batches: from the longest rest on it is tried all the same.
@@ -159,7 +173,9 @@ class Trials:
         is_begun = self._num_speculated > 0 or trial.next_rest == _LONGEST_REST
         if is_begun or measures.num_active == 1 or not measures.target.is_known:
             return False
-        return measures.promised_rate(self._depth, step_ns=0.0) < _REST_BELOW * measures.plain_rate
+        # Where outcomes are prepared the target may never have to wait.
+        step_ns = 0.0 if self.way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
+        return measures.promised_rate(self._depth, step_ns=step_ns) < _REST_BELOW * measures.plain_rate
 
     def _choose_way(self, trial: _Trial) -> None:
         """Begin to try the other way to speculate, or end such a try."""

@@ -325,6 +325,58 @@ def test_a_rest_is_over_when_half_of_the_batch_is_gone(
     assert rested[2] < 30, "and not for the last one alone"
 
 
+class _LongAsleep(Planner):
+    """Rests for 30 rounds, once."""
+
+    left = 0
+    has_rested = False
+
+    @property
+    def rest_left(self) -> int:
+        return self.left
+
+    def rest_rounds(self) -> int:
+        if not self.has_rested:
+            self.left, self.has_rested = 30, True
+        return self.left
+
+    def goes_on_resting(self, rounds: int) -> None:
+        self.left = rounds
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_prompt_that_comes_in_a_rest_is_read_before_its_end_and_not_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """What the draft reads slows the target, and the rest may go on after it."""
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _LongAsleep)
+    pipeline = _pipeline("saguaro", chunk=32)
+    speculator = _speculator(pipeline)
+    first, second = (Sampling(max_tokens=50, seed=seed, ignore_eos=True) for seed in (1, 2))
+    pipeline.submit("first", PROMPTS["short"], first)
+    pipeline.runtime.run_until(lambda: 0 < speculator._planner.rest_left < 28)
+    if is_alone:
+        pipeline.runtime.send(StageName.VERIFIER, CancelRequest(request_id="first"))
+        pipeline.finish("first")
+    pipeline.submit("second", PROMPTS["long"], second)
+    num_read_at: dict[int, int] = {}
+
+    def is_over() -> bool:
+        request = next((r for r in speculator._requests.values() if r.seed == 2), None)
+        if request is not None:
+            num_read_at[speculator._planner.rest_left] = request.tree.num_read_committed
+        return pipeline.recorder.end("second") is not None
+
+    pipeline.runtime.run_until(is_over)
+    assert num_read_at[20] == 0, "in the middle of the rest"
+    assert num_read_at[0] > len(PROMPTS["long"])
+    assert pipeline.recorder.tokens("second") == PlainDecoder(tiny_target()).generate(PROMPTS["long"], second)
+    end = pipeline.recorder.end("second")
+    assert end is not None
+    assert end.metrics is not None
+    assert end.metrics.num_proposed_tokens > 0, "and afterwards it speculates"
+
+
 class _Undecided(Planner):
     """Outcomes are prepared in three rounds of the batch, and not in the next three."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from conf.schema import SpeculationConfig
+from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.growth import Entry, Shape
 from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.planner import OnlinePlanner
@@ -163,6 +163,21 @@ def test_a_step_for_many_pays_where_one_for_a_single_one_of_them_does_not() -> N
     root, nothing = [0.0], list[float]()
     assert run.planner.waiting_reads([root] * 8) == [1] * 8
     assert run.planner.waiting_reads([root, *[nothing] * 7]) == [0] * 8
+
+
+def test_trees_are_drafted_for_few_and_chains_where_many_wait_for_them() -> None:
+    def is_chain(num_active: int, **tree: object) -> bool:
+        shape = Shape.of(SpeculationConfig(depth=5, tree=TreeConfig(**tree)))  # type: ignore[arg-type]
+        planner = OnlinePlanner(shape, Measures(), min_path_prob=0.0, budget=budget)
+        planner.measures.num_active = num_active
+        assert planner.shape.depth == shape.depth
+        return planner.shape.is_chain
+
+    budget = 0
+    assert [is_chain(num, nodes=8) for num in (1, 4, 5, 16)] == [False, False, True, True]
+    assert not is_chain(16, widths=[2, 1, 1, 1, 1]), "drawn tokens have the law of what is configured"
+    budget = 24
+    assert [is_chain(num, nodes=8) for num in (1, 4, 5)] == [False, False, True]
 
 
 def test_branches_of_a_batch_are_read_for_whom_they_win_most() -> None:

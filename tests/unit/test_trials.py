@@ -92,7 +92,7 @@ def test_what_is_left_of_a_rest_when_a_request_ends_is_for_the_next() -> None:
     planner.goes_on_resting(7)
     planner.goes_on_resting(6)  # the request ends here
     assert planner.rest_rounds() == 6
-    measures.num_active = 16
+    measures.num_active = 3
     assert planner.rest_rounds() == 0, "nothing is known of such a batch"
     measures.num_active = 1
     assert _rest(planner) == 6
@@ -194,7 +194,7 @@ def test_a_batch_whose_rows_cost_more_than_they_can_win_is_not_tried_at_first() 
     assert rests == [8, 32, 128, 0], "in the end it is: the figures may be wrong"
     assert planner.waiting_reads([[0.0]]) == [1], "on trial"
     for _ in range(10):
-        measures.add_round(tokens=1, ns=150 * MS, way=Way.PREPARED)
+        measures.add_round(tokens=1, ns=150 * MS, way=Way.DRAFTED)
     assert _rest(planner) == 256
 
 
@@ -218,17 +218,22 @@ def test_in_a_batch_few_rounds_are_enough_for_a_verdict() -> None:
     assert rests == [0, 8]
 
 
-def test_in_a_batch_the_faster_way_is_found_in_few_rounds() -> None:
+@pytest.mark.parametrize("prepared_ms", [30, 42])
+def test_in_a_batch_the_faster_way_is_found_in_few_rounds(prepared_ms: int) -> None:
     measures = measured(row=0.1)
     planner = online_planner(measures)
     measures.num_active = 16
-    num_prepared = []
-    for _ in range(30):
+    is_prepared = []
+    for _ in range(120):
         planner.rest_rounds()
-        num_prepared.append(planner.prepares())
-        way, ms = (Way.PREPARED, 42) if planner.prepares() else (Way.DRAFTED, 36)
+        is_prepared.append(planner.prepares())
+        way, ms = (Way.PREPARED, prepared_ms) if planner.prepares() else (Way.DRAFTED, 36)
         measures.add_round(tokens=2, ns=ms * MS, way=way)
-    assert num_prepared == [True] * 4 + [False] * 26
+    num_at_first = is_prepared.index(True)
+    assert 60 < num_at_first < 70, "by drafting after the outcome it begins"
+    tried, then = is_prepared[num_at_first:][:4], is_prepared[num_at_first:][4:]
+    assert all(tried)
+    assert set(then) == {prepared_ms < 36}
 
 
 @pytest.mark.parametrize(("num_active", "rest"), [(1, 0), (4, 1)])
