@@ -62,14 +62,17 @@ def read_results(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_systems_take_turns_after_one_warm_up_each(tmp_path: Path) -> None:
+def test_systems_take_turns_after_one_warm_up_each_and_start_anew_for_each_repeat(tmp_path: Path) -> None:
     plan = make_plan("autoregressive,ssd,saguaro", num_prompts=2, repeats=2)
     workers, outcomes, _ = run(tmp_path, plan)
-    warm_ups, measured = workers.asked[:3], workers.asked[3:]
-    assert warm_ups == [(name, "question 0") for name in ("autoregressive", "ssd", "saguaro")]
-    first = {"autoregressive": "a", "ssd": "b", "saguaro": "c"}
-    assert "".join(first[label] for label, _ in measured) == "abcbcabcacab"
-    assert [text[-1] for _, text in measured] == list("000111000111")
+    names = ("autoregressive", "ssd", "saguaro")
+    assert [worker.label for worker in workers.opened] == [*names, *names]
+    first = dict(zip(names, "abc", strict=True))
+    for asked, order in ((workers.asked[:9], "abcbca"), (workers.asked[9:], "bcacab")):
+        warm_ups, measured = asked[:3], asked[3:]
+        assert warm_ups == [(name, "question 0") for name in names]
+        assert "".join(first[label] for label, _ in measured) == order
+        assert [text[-1] for _, text in measured] == list("000111")
     assert set(outcomes.values()) == {Outcome(state=State.answered)}
 
 
@@ -182,12 +185,29 @@ def test_a_peer_may_round_in_bfloat16_but_not_in_float32(
 
 def test_a_baseline_that_contradicts_itself_gives_no_ratios(tmp_path: Path) -> None:
     plan = make_plan("autoregressive,ssd", num_prompts=1, repeats=2)
-    # Call 1 is the warm-up.
-    changing: Reply = lambda question, call: make_answer([1, 2, 3, 4, 5] if call < 3 else [7, 8])  # noqa: E731
+    calls: list[int] = []
+
+    def changing(question: Question, call: int) -> Answer:
+        calls.append(call)
+        return make_answer([7, 8] if calls == [1, 2, 1, 2] else [1, 2, 3, 4, 5])  # each call 1 is a warm-up
+
     run(tmp_path, plan, {"autoregressive": changing})
     rows = table_rows(tmp_path)
     assert rows["autoregressive"]["tokens"] == "refused: 1 of 2 answers differ"
     assert (rows["ssd"]["tokens/s"], rows["ssd"]["over autoregressive"]) == ("2.0", "-")
+
+
+def test_what_failed_or_is_not_here_is_not_started_again_for_the_next_repeat(tmp_path: Path) -> None:
+    plan = make_plan("autoregressive,ssd,llama_cpp", num_prompts=2, repeats=3)
+    replies: dict[str, Reply | str] = {
+        "ssd": lost("was ended by SIGKILL", at_call=2),
+        "llama_cpp": "not here",
+    }
+    workers, outcomes, figures = run(tmp_path, plan, replies)
+    labels = [worker.label for worker in workers.opened]
+    assert [labels.count(name) for name in ("autoregressive", "ssd", "llama_cpp")] == [3, 1, 1]
+    assert (outcomes["ssd"].state, outcomes["llama_cpp"].state) == (State.failed, State.skipped)
+    assert set(figures) == {"autoregressive"}
 
 
 def test_a_lost_worker_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
@@ -231,8 +251,11 @@ def test_a_system_that_read_another_prompt_has_failed(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
     plan = make_plan("autoregressive,ssd", num_prompts=2, repeats=2)
 
+    calls: list[int] = []
+
     def killed(question: Question, call: int) -> Answer:
-        if call == 4:  # a warm-up and two answers are behind it
+        calls.append(call)
+        if calls == [1, 2, 3, 1, 2]:  # in the second repeat, its warm-up behind it
             raise KeyboardInterrupt
         return make_answer()
 
@@ -240,7 +263,7 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Journal(tmp_path, IDENTITY) as journal:
         Runner(plan, journal, source="s1", open_worker=workers).run()
     assert all(worker.is_closed for worker in workers.opened)
-    done = len(workers.asked) - 3  # two warm-ups, and the one that was killed
+    done = len(workers.asked) - 5  # twice two warm-ups, and the one that was killed
     with (tmp_path / FILE_NAME).open("ab") as file:
         file.write(b'{"type":"Row","set_name":"a","ind')  # cut short by the kill
     again, outcomes, figures = run(tmp_path, plan)

@@ -1,4 +1,6 @@
-"""Runs a plan: starts a worker for each system, then asks them in turns, and writes every answer down.
+"""Runs a plan: starts a worker for each system, asks them in turns, and writes every answer down.
+
+Each repeat has workers of its own.
 
 A worker that fails, dies or takes too long is out; the others go on. Knows nothing about figures.
 """
@@ -9,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol
 
 import msgspec
@@ -105,11 +108,20 @@ class Runner:
             if system not in self._plan.systems_in(phase):
                 outcome = Outcome(state=State.skipped, reason="it is asked one request at a time only")
             self._outcomes[phase, system.label] = outcome
-        if due:
-            say(str(phase))
+        for repeat, listed in groupby(due, key=lambda turn: turn.repeat):
+            say(str(phase) if self._plan.settings.repeats == 1 else f"{phase}, repeat {repeat + 1}")
+            self._run_repeat(phase, list(listed), counter)
+
+    def _run_repeat(self, phase: Phase, due: Sequence[Turn], counter: _Counter) -> None:
+        """Have one repeat answered, by workers of its own.
+
+        What memory a process happens to get can make it a tenth faster or slower for all its life, so one
+        start of each system would be one observation of it, however many prompts it answers.
+        """
         try:
             for system in self._plan.systems:
-                if any(turn.label == system.label for turn in due):
+                is_in = self._outcomes[phase, system.label].state is State.answered
+                if is_in and any(turn.label == system.label for turn in due):
                     self._start(phase, system)
             for turn in due:
                 counter.add(self._answer(phase, turn) if turn.label in self._workers else 0)

@@ -75,7 +75,8 @@ class BenchSettings:
     num_prompts: int | None = None
     """First so many of each set. Null: all."""
     repeats: int = 2
-    """How often each system answers each prompt."""
+    """How often each system answers each prompt, each time in a process started anew: one that was lucky with
+    its memory can be a tenth faster for all its life."""
     max_tokens: int = 128
     """Most tokens of an answer."""
     seed: int = 1
