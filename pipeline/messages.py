@@ -270,7 +270,7 @@ class Proposal(Message, frozen=True, kw_only=True):
     ready_length: int
     """Drafted tokens that were ready below this outcome, before any cut to what the request still needs."""
     plan: PlanFigures | None = None
-    """What was planned by; None as long as it is what was configured."""
+    """What was planned by, in one proposal of a round; None as long as it is what was configured."""
     rest_rounds: Annotated[int, Meta(ge=0)] | None = None
     """Where speculation rests: rounds after this one that the target shall run without a proposal."""
     rest_batch: Annotated[int, Meta(ge=0)] = 0

@@ -97,6 +97,12 @@ class DraftRequest:
         self.pending = []
         self.submitted = []
 
+    def choose_way(self, *, is_prepared: bool) -> None:
+        """Of the coming round; one that follows a round of another way is of neither."""
+        way = Way.PREPARED if is_prepared else Way.DRAFTED
+        self.way = way if is_prepared is self.is_prepared else None
+        self.is_prepared = is_prepared
+
     def grow_proposal(self, depth: int) -> Anchor:
         """What the proposal of the round grows below, with what was worked out in the steps before."""
         if self.growing is None:

@@ -126,7 +126,7 @@ class Planner:
         """Of the rest that `rest_rounds` began so many rounds are left. Requests end before it does."""
 
     def figures(self) -> PlanFigures | None:
-        """What is planned by, where that is not what is configured."""
+        """What is planned by, where that is not what is configured; told to one request of a round."""
         return None
 
 
@@ -140,8 +140,8 @@ class OnlinePlanner(Planner):
         self._chain = shape.as_chain()
         self._branch_rows = 1.0
         """Mean rows of the branch steps, a request."""
-        self._figures: PlanFigures | None = None
-        """Of this round: the same for all its requests."""
+        self._has_told = False
+        """Whether `figures` told its figures in this round."""
 
     @property
     def shape(self) -> Shape:
@@ -255,19 +255,21 @@ class OnlinePlanner(Planner):
 
     def rest_rounds(self) -> int:
         """0 where speculation pays or is on trial."""
-        self._figures = None
+        self._has_told = False
         return self._trials.rest_rounds()
 
     def goes_on_resting(self, rounds: int) -> None:
         """What is left when the last request ends is for the next."""
+        self._has_told = False
         self._trials.goes_on_resting(rounds)
 
     def figures(self) -> PlanFigures | None:
-        """The measures, as they are when first asked for in a round."""
-        if self._figures is None:
-            num_branches = self.num_branches() if self.prepares() else 0
-            self._figures = self.measures.figures(way=self._trials.way, num_branches=num_branches)
-        return self._figures
+        """The measures, and None from the second time in a round."""
+        if self._has_told:
+            return None
+        self._has_told = True
+        num_branches = self.num_branches() if self.prepares() else 0
+        return self.measures.figures(way=self._trials.way, num_branches=num_branches)
 
 
 def _pool(log_values: Sequence[Sequence[float]], *, most: int) -> list[tuple[float, int]]:

@@ -229,9 +229,10 @@ class DraftSpeculator(Stage):
             return
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
+        is_prepared = self._planner.prepares()
         for request in requests:
             was_prepared = request.is_prepared
-            self._choose_way(request)
+            request.choose_way(is_prepared=is_prepared)
             request.source, request.ready_length = ProposalSource.DRAFT, 0
             request.is_behind = len(request.tree.unread_committed()) > _MOST_BEHIND
             if request.is_behind:
@@ -247,12 +248,6 @@ class DraftSpeculator(Stage):
             if not may_wait:
                 request.source = ProposalSource.BACKUP
         self._draft([*hits, *missed])
-
-    def _choose_way(self, request: DraftRequest) -> None:
-        """Of the coming round; one that follows a round of another way is of neither."""
-        way = Way.PREPARED if request.is_prepared else Way.DRAFTED
-        request.is_prepared = self._planner.prepares()
-        request.way = way if request.is_prepared is (way is Way.PREPARED) else None
 
     def _begin_rest(self, request: DraftRequest, rounds: int, *, num_requests: int) -> None:
         """Propose nothing now, nor for so many rounds after it while more than half of the batch is left."""

@@ -126,11 +126,13 @@ class RoundClock:
         draft_spans: Sequence[Span],
         now_ns: int,
         has_waited: bool,
+        plan: PlanFigures | None = None,
         is_resting: bool = False,
     ) -> None:
         """The target begins to verify.
 
         has_waited: whether any request of the round had to be proposed for.
+        plan: what the round was planned by, where that is known.
         draft_spans: when the draft computed for any request of the round since its last proposal: all of
             them wait for the slowest, so all share the wait.
         """
@@ -147,8 +149,7 @@ class RoundClock:
             overlap_ns=overlap_ns(own_spans, decoding),
             is_resting=is_resting,
         )
-        if proposal is not None:
-            self._plan = proposal.plan or self._plan
+        self._plan = plan or self._plan
 
     def end_round(self, *, num_proposed: int, num_accepted: int, num_committed: int, now_ns: int) -> None:
         """The started round is committed; the counts are those left after truncation."""

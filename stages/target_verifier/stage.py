@@ -397,6 +397,7 @@ class TargetVerifier(Stage):
     def _start_clocks(self, step: Step, *, now_ns: int) -> None:
         proposals = [s.proposal for s in step.rounds if s.proposal is not None]
         draft_spans = merge_spans(span for proposal in proposals for span in proposal.draft_spans)
+        plan = next((proposal.plan for proposal in proposals if proposal.plan is not None), None)
         for chunk in step.chunks:
             if chunk.is_first and chunk.sequence.round_id > 0:  # of a request that was pre-empted
                 chunk.sequence.clock.start_round(None, draft_spans=[], now_ns=now_ns, has_waited=False)
@@ -406,6 +407,7 @@ class TargetVerifier(Stage):
                 draft_spans=draft_spans,
                 now_ns=now_ns,
                 has_waited=bool(proposals),
+                plan=plan,
                 is_resting=sequence.is_resting,
             )
 

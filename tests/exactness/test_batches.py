@@ -325,6 +325,18 @@ def test_a_rest_is_over_when_half_of_the_batch_is_gone(
     assert rested[2] < 30, "and not for the last one alone"
 
 
+@pytest.mark.parametrize("order_seed", [None, 1])
+def test_every_request_of_a_batch_learns_what_its_rounds_were_planned_by(order_seed: int | None) -> None:
+    pipeline = _pipeline("saguaro", plan=PlanMode.auto, order_seed=order_seed)
+    for name in ("short", "middle", "looping"):
+        pipeline.submit(name, PROMPTS[name], Sampling(max_tokens=50, seed=1, ignore_eos=True))
+    pipeline.finish("short", "middle", "looping")
+    ends = [pipeline.recorder.end(name) for name in ("short", "middle", "looping")]
+    plans = [end.metrics.plan for end in ends if end is not None and end.metrics is not None]
+    assert all(plan is not None and plan.verify_ms > 0 for plan in plans)
+    assert len(plans) == 3
+
+
 class _LongAsleep(Planner):
     """Rests for 30 rounds, once."""
 
