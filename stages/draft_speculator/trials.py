@@ -1,10 +1,10 @@
 """Whether to speculate, and whether outcomes are prepared: decided by trying it, for batches of each size.
 
 Where speculation is slower than plain decoding it rests, and tries again later; where it pays, it rests now
-and then for as long as it takes to measure plain decoding anew. Where drafting after the outcome promises
-more than prepared outcomes give, it is tried as well, and the faster way is the usual one from then on:
-many requests at once can keep the draft so busy that what it prepares comes too late. Nothing is tried
-while prompts of others are read.
+and then for as long as it takes to measure plain decoding anew. A few requests begin with prepared outcomes,
+and drafting after the outcome is tried where it promises more than these give. Many requests can keep the
+draft so busy that what it prepares comes too late: they begin by drafting after the outcome, and preparing is
+tried. The faster way is the usual one from then on. Nothing is tried while prompts of others are read.
 """
 
 from __future__ import annotations
