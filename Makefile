@@ -36,11 +36,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' >&2
 	@touch $@
 
-# The README's pictures of rounds, made anew on this machine.
+# The README's pictures of rounds, made anew on this machine. A planner would try other ways in some of them.
 pictures: $(INSTALLED)
 	@for run in speculative saguaro saguaro_tree; do \
 		$(BIN)/python -m tools.profile conf=$$run out=build/profile/$$run picture=docs/rounds-$$run.png \
-			prompt="Why is the sky blue?" max_tokens=32 seed=1 $(ARGS) || exit 1; \
+			prompt="Write a Python function that returns the n-th Fibonacci number." max_tokens=96 seed=1 \
+			speculation.plan=fixed $(ARGS) || exit 1; \
 	done
 
 clean:
