@@ -325,6 +325,28 @@ def test_a_rest_is_over_when_half_of_the_batch_is_gone(
     assert rested[2] < 30, "and not for the last one alone"
 
 
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+@pytest.mark.parametrize("system", ["tree", "saguaro_tree"])
+def test_chains_and_trees_may_follow_one_another(
+    monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]], system: str, order_seed: int | None
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.planner._MOST_TREES", 1)
+    monkeypatch.setattr("stages.draft_speculator.trials._PREPARE_FIRST", 1)
+    monkeypatch.setattr("stages.draft_speculator.trials._TRY_AGAIN_AFTER", 3)
+    pipeline = _pipeline(system, plan=PlanMode.auto, order_seed=order_seed)
+    speculator = _speculator(pipeline)
+    are_chains: set[bool] = set()
+    answer = speculator._answer
+
+    def record() -> None:
+        answer()
+        are_chains.add(speculator._planner.shape.is_chain)
+
+    speculator._answer = record  # type: ignore[method-assign]
+    _run_all(pipeline, expected)
+    assert are_chains == {False, True}
+
+
 @pytest.mark.parametrize("order_seed", [None, 1])
 def test_every_request_of_a_batch_learns_what_its_rounds_were_planned_by(order_seed: int | None) -> None:
     pipeline = _pipeline("saguaro", plan=PlanMode.auto, order_seed=order_seed)
