@@ -154,33 +154,36 @@ def _select_best(
     A token is looked at when the one that is ranked before it has been taken: valuations keep the order.
     """
     entries: list[Entry] = []
-    queue: list[tuple[float, int, int, int, float, int, list[tuple[int, float]], int]] = []
+    top = Entry(-1, -1, 0.0, 0.0, 0, anchor)
+    queue: list[tuple[float, int, int, list[tuple[int, float]], int]] = []
     num_queued = 0
 
-    def look_at(
-        ranked: list[tuple[int, float]], rank: int, index: int, node: int, base: float, depth: int
-    ) -> None:
+    def look_at(index: int, parent: Entry, ranked: list[tuple[int, float]], rank: int) -> None:
+        """Queue the token of this rank after an entry; index: the entry's."""
         nonlocal num_queued
         if rank < len(ranked):
-            log_value = base + valuation(ranked[rank][1])
+            log_value = parent.log_value + valuation(ranked[rank][1])
             # Ties keep the order in which they came.
-            heapq.heappush(queue, (-log_value, num_queued, index, node, base, depth, ranked, rank))
+            heapq.heappush(queue, (-log_value, num_queued, index, ranked, rank))
             num_queued += 1
 
-    def look_below(index: int, node: int, log_value: float, depth: int) -> None:
-        following = tree.next_tokens[node] if depth < limit else None
+    def look_below(index: int, entry: Entry) -> None:
+        if entry.node is None or entry.depth >= limit:
+            return
+        following = tree.next_tokens[entry.node]
         if following is not None:
-            look_at(following.ranked(shape.most_children), 0, index, node, log_value, depth)
+            look_at(index, entry, following.ranked(shape.most_children), 0)
 
-    look_below(-1, anchor, 0.0, 0)
+    look_below(-1, top)
     while queue and len(entries) < shape.num_nodes:
-        value, _, index, node, base, depth, ranked, rank = heapq.heappop(queue)
+        value, _, index, ranked, rank = heapq.heappop(queue)
+        parent = entries[index] if index >= 0 else top
         token, log_prob = ranked[rank]
-        child = children.get((node, token))
-        entries.append(Entry(index, token, log_prob, -value, depth + 1, child))
-        look_at(ranked, rank + 1, index, node, base, depth)
-        if child is not None:
-            look_below(len(entries) - 1, child, -value, depth + 1)
+        assert parent.node is not None, "what has children is in the tree"
+        entry = Entry(index, token, log_prob, -value, parent.depth + 1, children.get((parent.node, token)))
+        entries.append(entry)
+        look_at(index, parent, ranked, rank + 1)
+        look_below(len(entries) - 1, entry)
     return entries
 
 
