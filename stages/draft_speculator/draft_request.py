@@ -63,6 +63,8 @@ class DraftRequest:
     """Its committed tokens, where some are looked up."""
     submitted: list[Submitted] = field(default_factory=list)
     """Of the nodes of the proposal that is with the target."""
+    promised: float = 0.0
+    """Tokens of that proposal that are expected to be accepted."""
     rest_left: int = 0
     """Rounds that the target goes on to run without a proposal."""
     rest_batch: int = 0
@@ -96,6 +98,7 @@ class DraftRequest:
         self.branches = []
         self.pending = []
         self.submitted = []
+        self.promised = 0.0
 
     def choose_way(self, *, is_prepared: bool) -> None:
         """Of the coming round; one that follows a round of another way is of neither."""

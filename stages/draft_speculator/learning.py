@@ -52,7 +52,8 @@ class RoundTally:
         self._clear()
 
     def _clear(self) -> None:
-        self._num_requests = self._num_tokens = 0
+        self._num_requests = self._num_accepted = 0
+        self._promised = 0.0
         self._last_submitted_ns = 0
         self._due_ns = 0.0
         self._ways: set[Way | None] = set()
@@ -60,7 +61,8 @@ class RoundTally:
     def add(self, request: DraftRequest, outcome: Outcome) -> None:
         """One outcome, before its request goes on to the next round."""
         self._num_requests += 1
-        self._num_tokens += outcome.num_accepted + 1
+        self._num_accepted += outcome.num_accepted
+        self._promised += request.promised
         # The forward began with the last proposal.
         self._last_submitted_ns = max(self._last_submitted_ns, request.submitted_ns)
         self._due_ns = max(self._due_ns, request.due_ns)
@@ -79,8 +81,9 @@ class RoundTally:
             if self._ways != {Way.PLAIN}:
                 measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - self._last_submitted_ns)
                 measures.delays.add(outcome.decided_ns - self._due_ns)
+            typical = measures.promises.settle(accepted=self._num_accepted, promised=self._promised)
             measures.add_round(
-                tokens=self._num_tokens / self._num_requests,
+                tokens=1 + typical / self._num_requests,
                 ns=outcome.decided_ns - self._last_decided_ns,
                 # A round in which some speculated and others could not says nothing about either.
                 way=self._ways.pop() if len(self._ways) == 1 else None,

@@ -26,6 +26,8 @@ _KNOWN_AFTER = 6
 _TURNAROUND_SHARE = 0.1
 _LONGEST_TURNAROUND_NS = 5e6
 _NUM_DELAYS = 32
+_PROMISE_WEIGHT = 5.0
+"""Tokens for which promises are held to be kept before any was."""
 _LONG_ROUND = 4.0
 """A round that took this many times the mean waited for something else: another request's prefill."""
 
@@ -80,6 +82,23 @@ class Rate:
         return self.tokens / self.ns if self.ns else 0.0
 
 
+class Promises:
+    """How many tokens the target accepts, of those that proposals promised, with forgetting.
+
+    A proposal promises the sum of its nodes' chances. What it gives is for the most part chance, so speeds
+    are compared by what was promised, times the share of promises that is kept.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._promised = _PROMISE_WEIGHT
+
+    def settle(self, *, accepted: int, promised: float) -> float:
+        """A round promised and gave so many tokens; returns how many such a round gives on average."""
+        self._accepted = self._accepted * _SLOW_DECAY + accepted
+        self._promised = self._promised * _SLOW_DECAY + promised
+        return promised * self._accepted / self._promised if self._promised else 0.0
+
+
 class Way(Enum):
     """How a round comes by its proposal."""
 
@@ -111,6 +130,7 @@ class Measures:
         self.calibration = Calibration()
         self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
         """How often a looked-up token is right if those before it were, by the tokens that matched."""
+        self.promises = Promises()
         self._acceptance = Ratio(0.5)
         self.hits = Ratio(0.5)
         """How often something was ready for an outcome."""
@@ -214,6 +234,7 @@ class Measures:
     def add_round(self, *, tokens: float, ns: float, way: Way | None) -> None:
         """A round of the batch took `ns`, from decision to decision, and gave each request `tokens` tokens.
 
+        tokens: see `Promises`, so that chance is left out.
         way: None where it was of no single one, and is typical of none.
         """
         self._pace.all.add(tokens, ns)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 from conf.schema import Backup
 from pipeline.messages import Proposal, ProposalSource
@@ -42,6 +45,7 @@ class ProposalWriter:
         tree = request.tree
         nodes = settle(tree, tree.root, entries)
         submitted = [Submitted(entry.log_prob) for entry in entries]
+        promised = sum(math.exp(entry.log_value) for entry in entries)
         is_filler = not nodes and request.source is ProposalSource.BACKUP
         most = self._shape.num_nodes if is_filler else self._num_look_up
         if request.text is not None and useful > 0 and most > 0:
@@ -49,9 +53,10 @@ class ProposalWriter:
             added = hang(tree, nodes, [token.token_id for token in chain], most=most)
             base = tree.depth(added[0]) - 1 if added else 0
             submitted += [Submitted(None, token.matched) for token in chain[base : base + len(added)]]
+            promised += sum(self._chances(chain)[base : base + len(added)])
             nodes += added
         tree.submit(nodes)
-        request.submitted = submitted
+        request.submitted, request.promised = submitted, promised
         is_drafted = [node.log_prob is not None for node in submitted]
         laws = None if self._laws is None else self._laws.write(tree, is_drafted)
         request.is_drawn = laws is not None
@@ -71,6 +76,12 @@ class ProposalWriter:
             draft_spans=draft_spans,
             laws=laws,
         )
+
+    def _chances(self, chain: Sequence[LookedUp]) -> list[float]:
+        """That each token of a looked-up chain is accepted; random ones count for nothing."""
+        look_up = self._planner.measures.look_up
+        each = [look_up[token.matched].value if token.matched else 0.0 for token in chain]
+        return list(accumulate(each, operator.mul))
 
     def look_up(self, request: DraftRequest, count: int) -> list[LookedUp]:
         """Up to `count` tokens to follow the root that cost no draft step."""

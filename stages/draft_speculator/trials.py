@@ -19,8 +19,10 @@ _FIRST_PROBE, _PROBE = 10, 6
 _FIRST_REST, _LONGEST_REST = 8, 256
 _REST_BELOW = 0.98
 """Of plain decoding's speed: what is a little slower is not worth a change."""
-_DOUBT = 0.4
-"""Of a request's tokens a round, their standard deviation: over the root of their number, a speed's."""
+_DOUBT = 0.15
+"""Standard deviation of the speed in a round of one request: over the root of their number, a mean's."""
+_REMEMBERED = 12.0
+"""Rounds of one request, at most, that earlier trials count for in the next: the text may have changed."""
 _HOPELESS = 0.85
 """Of plain decoding's speed: the next rest is four times as long, and not only twice."""
 _SETTLED = 32
@@ -46,6 +48,7 @@ class _Trial:
     next_rest: how long it rests if it does not pay; rest_left: of a rest, still to come.
     compared_at: with proposals, when plain decoding was last measured for comparison.
     way: how it speculates; is_trying: only to see how fast that is.
+    gain_before: over plain decoding's speed, in the trials before; weight_before: rounds that it counts for.
     num_in_way: with proposals since that was last decided; untried: how many until the other one is tried.
     """
 
@@ -55,12 +58,20 @@ class _Trial:
     rest_left: int = 0
     compared_at: int = 0
     is_trying: bool = False
+    gain_before: float = 0.0
+    weight_before: float = 0.0
     num_in_way: int = 0
     untried: int = 0
 
     def take(self, way: Way, *, is_trying: bool) -> None:
         """Speculate in this way from now on."""
         self.way, self.is_trying, self.num_in_way = way, is_trying, 0
+        self.weight_before = 0.0
+
+    def recall(self, gain: float, weight: float) -> tuple[float, float]:
+        """The mean of what is seen now and what was seen in the trials before, and its weight."""
+        total = weight + self.weight_before
+        return (gain * weight + self.gain_before * self.weight_before) / total, total
 
 
 class Trials:
@@ -142,12 +153,15 @@ class Trials:
         if trial.is_trying or self.is_on_trial:
             return 0
         speculative = measures.of_way(trial.way)
-        gain = speculative.value / measures.plain_rate
-        if gain < _REST_BELOW - _DOUBT / math.sqrt(speculative.weight * measures.num_active):
+        gain, weight = trial.recall(
+            speculative.value / measures.plain_rate, speculative.weight * measures.num_active
+        )
+        if gain < _REST_BELOW - _DOUBT / math.sqrt(weight):
+            trial.gain_before, trial.weight_before = gain, min(weight, _REMEMBERED)
             return self._rest(trial, is_hopeless=gain < _HOPELESS)
         num_speculated = speculative.num_rounds
         if num_speculated >= _SETTLED and gain >= _REST_BELOW:
-            trial.next_rest = _FIRST_REST
+            trial.next_rest, trial.weight_before = _FIRST_REST, 0.0
         if num_speculated - trial.compared_at < _COMPARE_AFTER * (1 + _COMPARE_LATER * max(gain - 1, 0.0)):
             return 0
         trial.compared_at = num_speculated

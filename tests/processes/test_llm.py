@@ -49,6 +49,7 @@ def llm(tiny: TinyFolder) -> Iterator[LLM]:
         "model": str(tiny.folder),
         "num_speculative_tokens": 4,
         "budget": 6,
+        "plan": "fixed",  # the planner may find plain decoding as fast, and prepare nothing
     }
     llm = LLM(
         str(tiny.folder), speculative_config=speculation, dtype="float64", max_model_len=96, max_num_seqs=3
@@ -78,7 +79,11 @@ def test_each_prompt_gets_its_own_answer_with_its_own_parameters(llm: LLM, tiny:
         assert output.outputs[0].text == tiny.text(expected)
         assert output.outputs[0].seed == one.seed
         assert output.metrics.num_rounds >= 1
-    assert sum(output.metrics.cache_hits or 0 for output in outputs) > 0
+    # Whether an outcome was prepared in time is up to the machine; that it was looked for is not.
+    metrics = [output.metrics for output in outputs]
+    assert sum((m.cache_hits or 0) + (m.cache_misses or 0) for m in metrics) > 0
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert sum(m.num_rounds for m in metrics) < num_tokens
 
 
 def test_token_ids_get_the_answer_of_the_text_that_they_encode(llm: LLM, tiny: TinyFolder) -> None:

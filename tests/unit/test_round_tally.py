@@ -22,7 +22,12 @@ class Engine:
         self._now_ns = 0
 
     def forward(
-        self, requests: list[DraftRequest], *, after_ms: int = 10, has_read_prompt: bool = False
+        self,
+        requests: list[DraftRequest],
+        *,
+        after_ms: int = 10,
+        has_read_prompt: bool = False,
+        num_accepted: int = 0,
     ) -> None:
         self._now_ns += after_ms * MS
         for left, request in reversed(list(enumerate(requests))):
@@ -32,7 +37,7 @@ class Engine:
                 committed_len=4,
                 accepted_node=-1,
                 bonus_token=1,
-                num_accepted=0,
+                num_accepted=num_accepted,
                 num_proposed=0,
                 num_rows=len(requests),
                 compute_ns=0 if has_read_prompt else 9 * MS,
@@ -78,3 +83,15 @@ def test_a_round_in_which_some_rest_and_others_speculate_says_nothing_of_either(
         engine.forward([resting, speculating])
     assert engine.measures.of_way(Way.PREPARED).num_rounds == 0
     assert engine.measures.plain_rate != pytest.approx(1 / (10 * MS)), "still the target's own time"
+
+
+def test_a_round_counts_for_what_its_proposals_promised_and_not_for_their_luck() -> None:
+    engine, request = Engine(), request_named("speculating")
+    after_luck: dict[int, list[float]] = {0: [], 3: []}
+    for accepted in [0, 0, 0, 3, 3, 3] * 60:
+        request.way, request.promised = Way.DRAFTED, 2.0
+        engine.forward([request], num_accepted=accepted)
+        after_luck[accepted].append(engine.measures.of_way(Way.DRAFTED).value * 10 * MS)
+    # 2 accepted tokens were promised a round, and 1.5 came.
+    assert engine.measures.of_way(Way.DRAFTED).value * 10 * MS == pytest.approx(2.5, rel=0.02)
+    assert max(after_luck[3][-30:]) - min(after_luck[0][-30:]) < 0.02, "a mean of tokens varies by 0.04"

@@ -70,19 +70,26 @@ def test_a_machine_on_which_plain_decoding_became_faster_is_noticed() -> None:
 
 
 def test_speculation_that_may_only_have_been_unlucky_goes_on() -> None:
-    measures = measured(tokens=1, round_ms=30)
+    measures = measured(step=20.0, tokens=1, round_ms=21.6, rounds=10)  # 0.95 of plain decoding
     planner = online_planner(measures)
-    assert _rest(planner) == 8
-    for tokens in (2, 1, 1, 1, 1, 2):  # of 30 ms: 0.91 of plain decoding, from six rounds
-        measures.add_round(tokens=tokens, ns=30 * MS, way=Way.PREPARED)
     assert planner.rest_rounds() == 0
-    for _ in range(20):
-        for tokens in (2, 1, 1, 1, 1, 2):
-            measures.add_round(tokens=tokens, ns=30 * MS, way=Way.PREPARED)
-    assert _rest(planner) == 32, "by now it is no chance"
+    for _ in range(30):
+        measures.add_round(tokens=1, ns=21.6 * MS, way=Way.PREPARED)
+    assert _rest(planner) == 8, "by now it is no chance"
     for _ in range(20):
         measures.add_round(tokens=1, ns=24 * MS, way=Way.PREPARED)
-    assert _rest(planner) == 64, "twice as long, for it is not hopeless"
+    assert _rest(planner) == 16, "twice as long, for it is not hopeless"
+
+
+def test_what_trials_before_showed_counts_in_the_next_and_not_for_ever() -> None:
+    measures = measured(tokens=1, round_ms=30)  # 0.68 of plain decoding, seen for long
+    planner = online_planner(measures)
+    rests = []
+    for _ in range(4):
+        rests.append(_rest(planner))
+        for _ in range(6):  # 1.13 of it
+            measures.add_round(tokens=1, ns=18.1 * MS, way=Way.PREPARED)
+    assert rests == [8, 32, 128, 0]
 
 
 def test_what_is_left_of_a_rest_when_a_request_ends_is_for_the_next() -> None:
@@ -100,14 +107,14 @@ def test_what_is_left_of_a_rest_when_a_request_ends_is_for_the_next() -> None:
 
 
 def test_a_lucky_trial_does_not_shorten_the_rests() -> None:
-    measures = measured(tokens=1, round_ms=30)
+    measures = measured(step=20.0, tokens=1, round_ms=30, rounds=10)
     planner = online_planner(measures)
     rests = []
     for _ in range(4):
         rests.append(_rest(planner))
-        for tokens in (3, 1, 1, 3, 1, 1):
-            measures.add_round(tokens=tokens, ns=30 * MS, way=Way.PREPARED)
-        assert planner.rest_rounds() == 0, "a third more than plain decoding"
+        for _ in range(6):
+            measures.add_round(tokens=2, ns=27 * MS, way=Way.PREPARED)
+        assert planner.rest_rounds() == 0, "half as fast again as plain decoding"
         for _ in range(20):
             measures.add_round(tokens=1, ns=30 * MS, way=Way.PREPARED)
     assert rests == [8, 32, 128, 256]
@@ -211,8 +218,8 @@ def test_in_a_batch_few_rounds_are_enough_for_a_verdict() -> None:
         measures.num_active = num_active
         planner = online_planner(measures)
         measures.measure_anew(Way.PREPARED)
-        for _ in range(10):  # 0.9 of plain decoding
-            ns = measures.target.predict_ns(num_active) / 0.9
+        for _ in range(10):
+            ns = measures.target.predict_ns(num_active) / 0.95
             measures.add_round(tokens=1, ns=ns, way=Way.PREPARED)
         rests.append(planner.rest_rounds())
     assert rests == [0, 8]
