@@ -139,6 +139,8 @@ class Measures:
         self._turnaround_ns = 0.0
         self.num_active = 1
         """Requests that share the coming round."""
+        self.num_waiting = 0
+        """Requests whose prompt is still read: whoever makes the target wait keeps them waiting, too."""
         self.reads_prompts = False
         """Whether the last forward read parts of prompts, as the next one is likely to."""
 
@@ -165,7 +167,7 @@ class Measures:
     @property
     def price(self) -> float:
         """Tokens lost a ns, when all requests wait."""
-        return self._pace.all.value * self.num_active
+        return self._pace.all.value * (self.num_active + self.num_waiting)
 
     @property
     def price_of_row(self) -> float:

@@ -213,6 +213,7 @@ class DraftSpeculator(Stage):
     def _answer(self) -> None:
         """Answer all outcomes of a forward: with what is ready, with what is drafted now, or to rest."""
         requests = self._in_phase(Phase.ANSWERING)
+        self._measures.num_waiting = len(self._requests) - len(requests)
         rounds: int | None = None
         if resting := [request for request in requests if request.rest_left > 0]:
             # The target runs the coming round of these by itself. What has joined rests as long as they do.

@@ -16,6 +16,7 @@ from conf.schema import SpeculationConfig, TreeConfig
 from stages.draft_speculator.growth import Entry, Shape
 from stages.draft_speculator.measures import Measures, Way
 from stages.draft_speculator.planner import OnlinePlanner
+from tests.unit.planning import measured, online_planner
 
 MS = 1_000_000
 _DEPTH = 6
@@ -163,6 +164,14 @@ def test_a_step_for_many_pays_where_one_for_a_single_one_of_them_does_not() -> N
     root, nothing = [0.0], list[float]()
     assert run.planner.waiting_reads([root] * 8) == [1] * 8
     assert run.planner.waiting_reads([root, *[nothing] * 7]) == [0] * 8
+
+
+def test_those_who_wait_for_a_first_token_count_in_the_price_of_a_row() -> None:
+    planner = online_planner(measured(row=2.0))
+    chain = [Entry(i - 1, i, 0.0, math.log(0.6 - 0.1 * i), i + 1, None) for i in range(4)]
+    alone = len(planner.keep(chain, other_rows=0))
+    planner.measures.num_waiting = 2
+    assert 0 < len(planner.keep(chain, other_rows=0)) < alone
 
 
 def test_trees_are_drafted_for_few_and_chains_where_many_wait_for_them() -> None:
