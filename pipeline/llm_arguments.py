@@ -40,6 +40,15 @@ _INSTEAD = {
     "n": "give it in SamplingParams",
 }
 
+_SAYS_NOTHING: dict[str, tuple[object, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "enforce_eager": (True, False),
+    "enable_chunked_prefill": (True,),
+}
+"""Values of those that ask for what there is in any case; None always does."""
+
 _METHODS = {"draft_model": "speculative", "ngram": "speculative"}
 """vLLM's names of methods; the others are our named runs."""
 _JSON_KEYS = ("stop", "logit_bias", "structured_outputs.json", "structured_outputs.choice")
@@ -67,6 +76,8 @@ def _run_keys(keys: Mapping[str, object]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in keys.items():
         key = _RENAMED.get(name, name)
+        if name in _INSTEAD and (value is None or value in _SAYS_NOTHING.get(name, ())):
+            continue
         if name in _INSTEAD or (key not in all_keys() and key not in GROUPS):
             raise ConfigError(f"LLM({shown(name)}={shown(value)}): not supported; {_advice(name)}")
         if key in found:

@@ -65,6 +65,8 @@ def test_options_of_the_run_are_taken_as_python_has_them():
 
 def test_none_says_nothing():
     assert configured(max_model_len=None, dtype=None, seed=None, max_num_seqs=None) == configured()
+    asks_nothing = {"tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False}
+    assert configured(**asks_nothing, quantization=None, enable_chunked_prefill=True) == configured()
     nothing = {"method": None, "model": None, "num_speculative_tokens": None}
     assert configured(None, nothing) == configured(None, {})
 
@@ -100,6 +102,7 @@ def test_a_speculative_config_chooses_run_draft_and_depth():
         ({"num_speculative_tokens": 0}, {}, "speculation.depth=0: expected at least 1"),
         ({"method": "saguaro"}, {"conf": "ssd"}, "conf and speculative_config are both given"),
         (None, {"tensor_parallel_size": 2}, "LLM(tensor_parallel_size=2): not supported; the target runs on"),
+        (None, {"trust_remote_code": True}, "LLM(trust_remote_code=True): not supported; no code of a model"),
         (None, {"quantization": "awq"}, "LLM(quantization=awq): not supported; **{'model.weights': 'int8'}"),
         (None, {"max_num_seq": 2}, "did you mean max_num_seqs?"),
         (None, {"load_format": "dummy"}, "supported: model, speculative_config, max_model_len"),
