@@ -333,17 +333,18 @@ class Server:
         reason = "cancelled: too many messages wait for this client, which does not read them"
         self._warn_once("slow", "a client does not read its messages; its requests are cancelled")
         for request_id in self._drop(peer):
-            self._counts["failed"] += 1
             self._peers.send(peer, RequestFailed(request_id=request_id, reason=reason))
 
     def _drop(self, peer: bytes) -> list[str]:
-        """Cancel and forget all requests of a client, and return their ids."""
+        """Cancel and forget all requests of a client, and return their ids. Those with the stages count when
+        they have ended there."""
         self._peers.forget(peer)
         client = self._clients.pop(peer, None)
         if client is None:
             return []
         if client.waiting:
             self._turns.remove(peer)
+            self._counts["failed"] += len(client.waiting)
         for ticket in client.tickets.values():
             if ticket.number is not None:
                 self._running[ticket.number] = None
