@@ -139,10 +139,13 @@ def test_log_probabilities_have_vllms_shape(llm: LLM, tiny: TinyFolder) -> None:
     assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
 
 
-def test_one_conversation_or_several(llm: LLM) -> None:
+def test_one_conversation_or_several(llm: LLM, tiny: TinyFolder) -> None:
     chat = [{"role": "user", "content": "hello"}]
     params = SamplingParams(max_tokens=5, temperature=0)
     (single,) = llm.chat(chat, params, use_tqdm=False)
+    rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert single.prompt_token_ids == tiny.tokenizer.encode(rendered).ids
+    assert single.outputs[0].token_ids == tiny.expected(rendered, Sampling(**params.options))
     several = llm.chat([chat, chat], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in several] == [single.outputs[0].token_ids] * 2
     assert llm.generate([], params) == []
