@@ -87,6 +87,11 @@ class DraftRequest:
     """When the draft computed for this request since its last proposal, in ns."""
 
     @property
+    def is_new(self) -> bool:
+        """Whether the target still reads its prompt: it has not come to a first outcome."""
+        return self.submitted_ns == 0
+
+    @property
     def is_resting(self) -> bool:
         """Whether the round that the target runs has no proposal because speculation rests."""
         return self.way is Way.PLAIN
@@ -101,7 +106,7 @@ class DraftRequest:
         self.promised = 0.0
 
     def choose_way(self, *, is_prepared: bool) -> None:
-        """Of the coming round; one that follows a round of another way is of neither."""
+        """Of the coming round; one that follows a round for which it was otherwise is of neither."""
         way = Way.PREPARED if is_prepared else Way.DRAFTED
         self.way = way if is_prepared is self.is_prepared else None
         self.is_prepared = is_prepared

@@ -29,7 +29,7 @@ _ALL = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The form of every proposal of a run."""
+    """The form of the proposals of a run; a planner may ask for a smaller one in some rounds."""
 
     depth: int
     """K: levels below the root."""

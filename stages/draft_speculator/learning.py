@@ -81,12 +81,13 @@ class RoundTally:
             if self._ways != {Way.PLAIN}:
                 measures.add_turnaround(outcome.decided_ns - outcome.compute_ns - self._last_submitted_ns)
                 measures.delays.add(outcome.decided_ns - self._due_ns)
-            typical = measures.promises.settle(accepted=self._num_accepted, promised=self._promised)
+            # A round in which some speculated and others could not says nothing about either.
+            way = self._ways.pop() if len(self._ways) == 1 else None
+            typical = measures.promises[way].settle(accepted=self._num_accepted, promised=self._promised)
             measures.add_round(
                 tokens=1 + typical / self._num_requests,
                 ns=outcome.decided_ns - self._last_decided_ns,
-                # A round in which some speculated and others could not says nothing about either.
-                way=self._ways.pop() if len(self._ways) == 1 else None,
+                way=way,
             )
         self._last_decided_ns = outcome.decided_ns
         self._clear()

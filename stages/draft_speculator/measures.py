@@ -26,8 +26,8 @@ _KNOWN_AFTER = 6
 _TURNAROUND_SHARE = 0.1
 _LONGEST_TURNAROUND_NS = 5e6
 _NUM_DELAYS = 32
-_PROMISE_WEIGHT = 5.0
-"""Tokens for which promises are held to be kept before any was."""
+_PROMISE_WEIGHT = 30.0
+"""Tokens for which promises are held to be kept, whatever came of them: luck shall not judge a short try."""
 _LONG_ROUND = 4.0
 """A round that took this many times the mean waited for something else: another request's prefill."""
 
@@ -90,13 +90,15 @@ class Promises:
     """
 
     def __init__(self) -> None:
-        self._accepted = self._promised = _PROMISE_WEIGHT
+        self._accepted = self._promised = 0.0
 
     def settle(self, *, accepted: int, promised: float) -> float:
         """A round promised and gave so many tokens; returns how many such a round gives on average."""
+        if promised == 0.0:
+            return float(accepted)  # random ones, if any
         self._accepted = self._accepted * _SLOW_DECAY + accepted
         self._promised = self._promised * _SLOW_DECAY + promised
-        return promised * self._accepted / self._promised if self._promised else 0.0
+        return promised * (self._accepted + _PROMISE_WEIGHT) / (self._promised + _PROMISE_WEIGHT)
 
 
 class Way(Enum):
@@ -130,7 +132,8 @@ class Measures:
         self.calibration = Calibration()
         self.look_up = {size: Ratio(0.15 * size) for size in range(1, MAX_NGRAM + 1)}
         """How often a looked-up token is right if those before it were, by the tokens that matched."""
-        self.promises = Promises()
+        self.promises = {way: Promises() for way in (*Way, None)}
+        """By the way of the round: what is prepared is served in other stretches of the text."""
         self._acceptance = Ratio(0.5)
         self.hits = Ratio(0.5)
         """How often something was ready for an outcome."""
@@ -138,9 +141,9 @@ class Measures:
         """By class of batch."""
         self._turnaround_ns = 0.0
         self.num_active = 1
-        """Requests that share the coming round."""
+        """Requests that share the coming round..."""
         self.num_waiting = 0
-        """Requests whose prompt is still read: whoever makes the target wait keeps them waiting, too."""
+        """...and those whose prompt is still read: whoever makes the target wait keeps them waiting, too."""
         self.reads_prompts = False
         """Whether the last forward read parts of prompts, as the next one is likely to."""
 
@@ -226,7 +229,7 @@ class Measures:
             step_row_ms=self.step.slope_ns / 1e6,
             acceptance=self.acceptance,
             hit_rate=self.hits.value,
-            tokens_per_second=self.price * 1e9,
+            tokens_per_second=self._pace.all.value * self.num_active * 1e9,
             speculative_tokens_per_second=self.of_way(way).value * 1e9,
             plain_tokens_per_second=self.plain_rate * 1e9,
             least_chance=self.price_of_row,

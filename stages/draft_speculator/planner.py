@@ -29,8 +29,8 @@ from stages.draft_speculator.trials import Trials
 
 _FEWEST_BRANCHES = 4
 _MOST_TREES = 4
-"""Requests for which trees are drafted while the target waits. To choose the nodes of many takes longer, and
-their rows cost more, than is won beyond chains."""
+"""Most requests for which trees are drafted while the target waits. To choose the nodes of many takes longer,
+and their rows cost more, than is won beyond chains."""
 _VALUE = itemgetter(0)
 
 
@@ -115,7 +115,7 @@ class Planner:
 
     @property
     def rest_left(self) -> int:
-        """Rounds still to come of the rest that began last."""
+        """Rounds still to come of the last rest."""
         return 0
 
     def rest_rounds(self) -> int:

@@ -213,7 +213,9 @@ class DraftSpeculator(Stage):
     def _answer(self) -> None:
         """Answer all outcomes of a forward: with what is ready, with what is drafted now, or to rest."""
         requests = self._in_phase(Phase.ANSWERING)
-        self._measures.num_waiting = len(self._requests) - len(requests)
+        self._measures.num_waiting = sum(
+            r.is_new and r.phase is not Phase.ANSWERING for r in self._requests.values()
+        )
         rounds: int | None = None
         if resting := [request for request in requests if request.rest_left > 0]:
             # The target runs the coming round of these by itself. What has joined rests as long as they do.
@@ -226,8 +228,11 @@ class DraftSpeculator(Stage):
                 if request.rest_left > 0:
                     self._rest(request, rounds)
                 else:
-                    self._begin_rest(request, rounds, num_requests=len(requests))
+                    # Who joins a rest ends it with the others.
+                    num_requests = resting[0].rest_batch if resting else len(requests)
+                    self._begin_rest(request, rounds, num_requests=num_requests)
             return
+        self._read_new_prompts()
         hits: list[DraftRequest] = []
         missed: list[DraftRequest] = []
         is_prepared = self._planner.prepares()
@@ -275,6 +280,14 @@ class DraftSpeculator(Stage):
         num_chunks = math.ceil(len(request.tree.unread_committed()) / self._config.placement.prefill_chunk)
         return rest_left < max(_ROUNDS_OF_A_CHUNK * num_chunks, 1)
 
+    def _read_new_prompts(self) -> None:
+        """Those that came in a rest, which is over now."""
+        for request in self._requests.values():
+            tree = request.tree
+            is_unread = request.is_new and request.phase is Phase.IDLE and not tree.is_read[tree.root]
+            if is_unread and self._useful_depth(request, tree.committed_len + 1) > 0:
+                request.phase = Phase.READING
+
     def _look_up(self, request: DraftRequest) -> bool:
         """Whether something was prepared for the outcome that came."""
         start_ns = time.monotonic_ns()
@@ -301,10 +314,10 @@ class DraftSpeculator(Stage):
         """
         if has_hits and not self._planner.drafts_on():
             return False
-        if self._backup is not Backup.auto:
-            return self._backup is Backup.sequential
         if not self._planner.prepares():
             return True  # it was found to be worth it, for all of them
+        if self._backup is not Backup.auto:
+            return self._backup is Backup.sequential
         return self._planner.pays_to_wait(
             [self._proposals.look_up(r, self._useful_depth(r, r.tree.committed_len)) for r in missed]
         )
@@ -360,9 +373,10 @@ class DraftSpeculator(Stage):
         if reading:
             self._is_turn_of_reading = False
             self._reader.read_chunk(reading, size=self._config.placement.prefill_chunk)
+            is_resting = any(request.rest_left > 0 for request in self._requests.values())
             for request in reading:
                 if request.tree.is_read[request.tree.root]:
-                    can_prepare = request.is_prepared and request.rest_left == 0
+                    can_prepare = request.is_prepared and self._planner.prepares() and not is_resting
                     request.phase = Phase.GLUING if can_prepare else Phase.IDLE
         return bool(reading)
 

@@ -49,7 +49,7 @@ class _Trial:
     compared_at: with proposals, when plain decoding was last measured for comparison.
     way: how it speculates; is_trying: only to see how fast that is.
     gain_before: over plain decoding's speed, in the trials before; weight_before: rounds that it counts for.
-    num_in_way: with proposals since that was last decided; untried: how many until the other one is tried.
+    num_in_way: since that was last decided, rests of DRAFTED included; untried: until the other is tried.
     """
 
     way: Way
@@ -69,7 +69,12 @@ class _Trial:
         self.weight_before = 0.0
 
     def recall(self, gain: float, weight: float) -> tuple[float, float]:
-        """The mean of what is seen now and what was seen in the trials before, and its weight."""
+        """The mean of what is seen now and what was seen in the trials before, and its weight.
+
+        Where there is no doubt that it is faster now, what was seen before is forgotten.
+        """
+        if gain > _REST_BELOW + 3 * _DOUBT / math.sqrt(weight):
+            self.weight_before = 0.0
         total = weight + self.weight_before
         return (gain * weight + self.gain_before * self.weight_before) / total, total
 
@@ -84,7 +89,7 @@ class Trials:
         self._can_prepare = can_prepare
         self._of_class: dict[int, _Trial] = {}
         self._resting = self._new()
-        """The one whose rest began last."""
+        """Of the batch that was asked about last."""
 
     def _new(self) -> _Trial:
         judge_after = self._rounds(_FIRST_PROBE)
@@ -118,6 +123,12 @@ class Trials:
     def _num_speculated(self) -> int:
         return self._measures.of_way(self.way).num_rounds
 
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether prompts are read beside a batch: nothing can be measured, and whoever waits for a first
+        token waits for all rows."""
+        return self._measures.reads_prompts and self._measures.num_active > 1
+
     def rest_rounds(self) -> int:
         """0 while speculation pays or is on trial; each rest in a row is twice as long as the one before.
 
@@ -132,7 +143,7 @@ class Trials:
 
     @property
     def rest_left(self) -> int:
-        """Rounds of the rest that began last."""
+        """Rounds that a batch as the last one rests on, or will when it comes again."""
         return self._resting.rest_left
 
     def goes_on_resting(self, rounds: int) -> None:
@@ -144,8 +155,8 @@ class Trials:
         measures = self._measures
         if self._is_in_vain(trial):
             return self._rest(trial, is_hopeless=True)
-        if measures.reads_prompts and measures.num_active > 1 and self.is_on_trial:
-            return 1  # nothing can be measured, and whoever waits for a first token waits for all rows
+        if self._is_crowded and self.is_on_trial:
+            return 1
         if not measures.is_known:
             return 0
         if self._can_prepare:
@@ -173,6 +184,8 @@ class Trials:
         rest = trial.next_rest
         trial.next_rest = min(rest * (4 if is_hopeless else 2), _LONGEST_REST)
         trial.judge_after, trial.compared_at = self._rounds(_PROBE), 0
+        if trial.way is Way.DRAFTED:  # else preparing, which hides the draft's time, would hardly be tried
+            trial.num_in_way += rest
         self._measures.measure_anew(Way.PLAIN)
         self._measures.measure_anew(trial.way)
         return rest
@@ -187,8 +200,8 @@ class Trials:
         is_begun = self._num_speculated > 0 or trial.next_rest == _LONGEST_REST
         if is_begun or measures.num_active == 1 or not measures.target.is_known:
             return False
-        # Where outcomes are prepared the target may never have to wait.
-        step_ns = 0.0 if self.way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
+        # Where outcomes are prepared, or may be, the target may never have to wait.
+        step_ns = 0.0 if self._can_prepare else measures.step.predict_ns(measures.num_active)
         return measures.promised_rate(self._depth, step_ns=step_ns) < _REST_BELOW * measures.plain_rate
 
     def _choose_way(self, trial: _Trial) -> None:
@@ -205,14 +218,16 @@ class Trials:
             else:
                 trial.untried = min(max(trial.untried * 2, _TRY_ROUNDS), _LONGEST_UNTRIED)
                 trial.take(other, is_trying=False)
-        elif trial.num_in_way >= trial.untried and not self.is_on_trial and self._may_be_faster(other):
+            return
+        is_due = trial.num_in_way >= trial.untried and not self.is_on_trial and not self._is_crowded
+        if is_due and self._may_be_faster(other):
             measures.measure_anew(other)
             trial.take(other, is_trying=True)
 
     def _may_be_faster(self, way: Way) -> bool:
-        """Than the usual way. How much of the draft's time is hidden by preparing only a try can show."""
-        if way is Way.PREPARED:
-            return True
+        """Than the usual way, and than plain decoding. How much of the draft's time is hidden by preparing,
+        only a try can show."""
         measures = self._measures
-        promised = measures.promised_rate(self._depth, step_ns=measures.step.predict_ns(measures.num_active))
-        return promised > max(measures.of_way(Way.PREPARED).value, _REST_BELOW * measures.plain_rate)
+        step_ns = 0.0 if way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
+        promised = measures.promised_rate(self._depth, step_ns=step_ns)
+        return promised > max(measures.of_way(self.way).value, _REST_BELOW * measures.plain_rate)

@@ -82,8 +82,9 @@ class Sequence:
         self.rest_rounds = max(self.rest_rounds - 1, 0)
 
     def ends_rest(self, *, num_left: int) -> bool:
-        """Whether it rests, and with half of those that did, or more, gone. It does not any longer."""
-        if self.rest_rounds == 0 or 2 * num_left > self.rest_batch:
+        """Whether it rests in a batch half as large as the rest was begun for, or twice as large. It does no
+        longer: that was found out for another batch."""
+        if self.rest_rounds == 0 or self.rest_batch < 2 * num_left < 4 * self.rest_batch:
             return False
         self.rest_rounds = 0
         return True

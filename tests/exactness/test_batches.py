@@ -325,6 +325,59 @@ def test_a_rest_is_over_when_half_of_the_batch_is_gone(
     assert rested[2] < 30, "and not for the last one alone"
 
 
+class _RestingAlone(Planner):
+    """Rests for good while there is one request, and never with more."""
+
+    def rest_rounds(self) -> int:
+        return 200 if self.measures.num_active == 1 else 0
+
+
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+@pytest.mark.parametrize("system", ["speculative", "saguaro", "saguaro_tree"])
+def test_a_rest_is_over_when_the_batch_has_doubled(
+    monkeypatch: pytest.MonkeyPatch, system: str, order_seed: int | None
+) -> None:
+    monkeypatch.setattr("stages.draft_speculator.stage.Planner", _RestingAlone)
+    pipeline = _pipeline(system, order_seed=order_seed)
+    speculator = _speculator(pipeline)
+    sampling = {name: Sampling(max_tokens=60, seed=1, ignore_eos=True) for name in ("first", "long", "short")}
+    pipeline.submit("first", PROMPTS["short"], sampling["first"])
+    pipeline.runtime.run_until(lambda: any(0 < r.rest_left < 190 for r in speculator._requests.values()))
+    for name in ("long", "short"):
+        pipeline.submit(name, PROMPTS[name], sampling[name])
+    pipeline.finish("first", "long", "short")
+    plain = PlainDecoder(tiny_target())
+    for name in ("first", "long", "short"):
+        prompt = PROMPTS["short" if name == "first" else name]
+        assert pipeline.recorder.tokens(name) == plain.generate(prompt, sampling[name])
+        end = pipeline.recorder.end(name)
+        assert end is not None
+        assert end.metrics is not None
+        assert end.metrics.num_proposed_tokens > 0, "which was never found to be slower in a batch"
+        assert (end.metrics.num_rest_rounds > 9) == (name == "first")
+
+
+@pytest.mark.parametrize("order_seed", [None, 1])
+def test_only_those_who_have_no_token_yet_wait_for_one(
+    expected: dict[str, list[int]], order_seed: int | None
+) -> None:
+    pipeline = _pipeline("saguaro", plan=PlanMode.auto, order_seed=order_seed, chunk=8)
+    speculator = _speculator(pipeline)
+    counts: list[tuple[int, int]] = []
+    answer = speculator._answer
+
+    def record() -> None:
+        answer()
+        # Of those with a token, none is counted, though some have just ended and are not forgotten yet.
+        without = sum(request.round_id == 0 for request in speculator._requests.values())
+        counts.append((speculator._measures.num_waiting, without))
+
+    speculator._answer = record  # type: ignore[method-assign]
+    _run_all(pipeline, expected)
+    assert all(counted == without for counted, without in counts)
+    assert {counted > 0 for counted, _ in counts} == {False, True}
+
+
 @pytest.mark.parametrize("order_seed", [None, 1, 2])
 @pytest.mark.parametrize("system", ["tree", "saguaro_tree"])
 def test_chains_and_trees_may_follow_one_another(
@@ -360,8 +413,9 @@ def test_every_request_of_a_batch_learns_what_its_rounds_were_planned_by(order_s
 
 
 class _LongAsleep(Planner):
-    """Rests for 30 rounds, once."""
+    """Rests for 30 rounds, once, when there are so many requests."""
 
+    num_requests = 1
     left = 0
     has_rested = False
 
@@ -370,7 +424,7 @@ class _LongAsleep(Planner):
         return self.left
 
     def rest_rounds(self) -> int:
-        if not self.has_rested:
+        if not self.has_rested and self.measures.num_active == self.num_requests:
             self.left, self.has_rested = 30, True
         return self.left
 
@@ -384,10 +438,13 @@ def test_a_prompt_that_comes_in_a_rest_is_read_before_its_end_and_not_at_once(
 ) -> None:
     """What the draft reads slows the target, and the rest may go on after it."""
     monkeypatch.setattr("stages.draft_speculator.stage.Planner", _LongAsleep)
+    monkeypatch.setattr(_LongAsleep, "num_requests", 1 if is_alone else 2)
     pipeline = _pipeline("saguaro", chunk=32)
     speculator = _speculator(pipeline)
     first, second = (Sampling(max_tokens=50, seed=seed, ignore_eos=True) for seed in (1, 2))
     pipeline.submit("first", PROMPTS["short"], first)
+    if not is_alone:
+        pipeline.submit("beside it", PROMPTS["short"], first)
     pipeline.runtime.run_until(lambda: 0 < speculator._planner.rest_left < 28)
     if is_alone:
         pipeline.runtime.send(StageName.VERIFIER, CancelRequest(request_id="first"))
@@ -445,8 +502,7 @@ def test_whether_outcomes_are_prepared_may_change_from_round_to_round(
     all_metrics = [end.metrics for name in PROMPTS if (end := pipeline.recorder.end(name)) is not None]
     answered = sum(metrics.num_rounds - 1 for metrics in all_metrics if metrics is not None)
     looked_for = sum(m.cache_hits + m.cache_misses for m in all_metrics if m is not None)
-    if backup is Backup.sequential:
-        assert 0 < looked_for < answered, "where nothing was to be found, nothing was missed"
+    assert 0 < looked_for < answered, "where nothing was to be found, nothing was missed"
 
 
 class _SleepyLater(Planner):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from stages.draft_speculator.calibration import Calibration
-from stages.draft_speculator.measures import Rate, Ratio
+from stages.draft_speculator.measures import Promises, Rate, Ratio
 from stages.draft_speculator.time_model import TimeModel
 from tests.unit.planning import MS, time_model
 
@@ -103,3 +103,14 @@ def test_a_ratio_starts_at_its_prior() -> None:
     for _ in range(500):
         ratio.add(True)
     assert 0.9 < ratio.value < 1
+
+
+def test_promises_are_held_to_be_kept_as_often_as_they_were_and_rests_are_no_evidence() -> None:
+    promises = Promises()
+    assert promises.settle(accepted=3, promised=2.0) == pytest.approx(2.0, abs=0.1), "one round is luck"
+    for _ in range(400):
+        half_kept = promises.settle(accepted=1, promised=2.0)
+    assert half_kept == pytest.approx(1.0, rel=0.2)
+    for _ in range(500):
+        assert promises.settle(accepted=0, promised=0.0) == 0.0
+    assert promises.settle(accepted=1, promised=2.0) == pytest.approx(half_kept, rel=1e-3)

@@ -93,5 +93,5 @@ def test_a_round_counts_for_what_its_proposals_promised_and_not_for_their_luck()
         engine.forward([request], num_accepted=accepted)
         after_luck[accepted].append(engine.measures.of_way(Way.DRAFTED).value * 10 * MS)
     # 2 accepted tokens were promised a round, and 1.5 came.
-    assert engine.measures.of_way(Way.DRAFTED).value * 10 * MS == pytest.approx(2.5, rel=0.02)
+    assert engine.measures.of_way(Way.DRAFTED).value * 10 * MS == pytest.approx(2.5, rel=0.04)
     assert max(after_luck[3][-30:]) - min(after_luck[0][-30:]) < 0.02, "a mean of tokens varies by 0.04"

@@ -213,7 +213,7 @@ def test_a_single_request_is_tried_whatever_is_promised() -> None:
 
 def test_in_a_batch_few_rounds_are_enough_for_a_verdict() -> None:
     rests = []
-    for num_active in (1, 12):
+    for num_active in (1, 4):
         measures = measured(step=20.0, row=0.1)
         measures.num_active = num_active
         planner = online_planner(measures)
@@ -253,3 +253,15 @@ def test_nothing_is_tried_while_prompts_of_others_are_read(num_active: int, rest
     for _ in range(12):
         measures.add_round(tokens=2, ns=20 * MS, way=Way.PREPARED)
     assert _rest(planner) == 0, "it was found to pay"
+
+
+def test_preparing_is_tried_in_a_large_batch_though_drafting_after_the_outcome_loses() -> None:
+    measures = measured(row=0.1)
+    measures.num_active = 16
+    planner, num_rounds = online_planner(measures), 0
+    while not planner.prepares():
+        for _ in range(rest := _rest(planner)):
+            measures.add_round(tokens=1, ns=21.6 * MS, way=Way.PLAIN)
+        measures.add_round(tokens=2, ns=48 * MS, way=Way.DRAFTED)  # 0.9 of it
+        num_rounds += rest + 1
+    assert 64 <= num_rounds < 200
