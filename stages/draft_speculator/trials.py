@@ -200,8 +200,8 @@ class Trials:
         is_begun = self._num_speculated > 0 or trial.next_rest == _LONGEST_REST
         if is_begun or measures.num_active == 1 or not measures.target.is_known:
             return False
-        # Where outcomes are prepared, or may be, the target may never have to wait.
-        step_ns = 0.0 if self._can_prepare else measures.step.predict_ns(measures.num_active)
+        # Where outcomes are prepared the target may never have to wait.
+        step_ns = 0.0 if self.way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
         return measures.promised_rate(self._depth, step_ns=step_ns) < _REST_BELOW * measures.plain_rate
 
     def _choose_way(self, trial: _Trial) -> None:
