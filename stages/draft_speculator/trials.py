@@ -200,9 +200,7 @@ class Trials:
         is_begun = self._num_speculated > 0 or trial.next_rest == _LONGEST_REST
         if is_begun or measures.num_active == 1 or not measures.target.is_known:
             return False
-        # Where outcomes are prepared the target may never have to wait.
-        step_ns = 0.0 if self.way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
-        return measures.promised_rate(self._depth, step_ns=step_ns) < _REST_BELOW * measures.plain_rate
+        return self._promised_rate(self.way) < _REST_BELOW * measures.plain_rate
 
     def _choose_way(self, trial: _Trial) -> None:
         """Begin to try the other way to speculate, or end such a try."""
@@ -228,6 +226,11 @@ class Trials:
         """Than the usual way, and than plain decoding. How much of the draft's time is hidden by preparing,
         only a try can show."""
         measures = self._measures
+        usual = measures.of_way(self.way).value
+        return self._promised_rate(way) > max(usual, _REST_BELOW * measures.plain_rate)
+
+    def _promised_rate(self, way: Way) -> float:
+        """The most that this way can give. Where outcomes are prepared the target may never have to wait."""
+        measures = self._measures
         step_ns = 0.0 if way is Way.PREPARED else measures.step.predict_ns(measures.num_active)
-        promised = measures.promised_rate(self._depth, step_ns=step_ns)
-        return promised > max(measures.of_way(self.way).value, _REST_BELOW * measures.plain_rate)
+        return measures.promised_rate(self._depth, step_ns=step_ns)

@@ -180,7 +180,7 @@ def check_thousand(
         stats = client.stats()
         assert (stats.num_waiting, stats.num_clients) == (0, 0)
         assert stats.num_finished + stats.num_failed == kinds.total() + 1
-        assert stats.cache_hits + stats.cache_misses > 0
+        assert stats.cache_hits > 0
         # Whole contexts fit again, side by side: no page of a cancelled request is lost.
         with ThreadPoolExecutor(4) as pool:
             fill = lambda n: client.generate(  # noqa: E731
